@@ -1,0 +1,1 @@
+"""tierstore keeps the KV cache of an LLM inference engine in pinned host memory and on disk."""

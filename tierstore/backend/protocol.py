@@ -1,0 +1,66 @@
+"""What the data plane asks of a secondary tier's payload store."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tierstore.key import OffloadKey
+from tierstore.transfer import FailureReason, PageRun, Place
+
+__all__ = ["Backend", "RecordIo"]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordIo:
+    """One record to write or read."""
+
+    key: OffloadKey
+    place: Place
+    slot: memoryview
+    """The whole slot: format `B`, writable, page-aligned, `stride_pages * PAGE_BYTES` long; the
+    payload is its first `payload_bytes`. Owned by the caller, who keeps it until the call returns."""
+
+
+class Backend(Protocol):
+    """Payload bytes of one rank in one secondary tier. Blocking; called from I/O threads.
+
+    Thread-safe: calls for different records run side by side. Raises nothing but `BackendError`
+    from `open`; everything that goes wrong with a record later is a `FailureReason`, so that one
+    bad record never hides the good ones.
+    """
+
+    def open(self) -> None:
+        """Make the directories and probe what the file system can do.
+
+        Raises:
+            BackendError: the path cannot be used; the message says what to change.
+        """
+
+    def write(self, records: Sequence[RecordIo]) -> dict[int, FailureReason]:
+        """Write records with their headers; return the failed ones by index.
+
+        Records of one extent are adjacent, in order, and complete: an extent is written by one
+        call, header page included. A failed extent fails all its records.
+        """
+
+    def read(self, records: Sequence[RecordIo]) -> dict[int, FailureReason]:
+        """Read records into their slots and verify length, key and checksum.
+
+        Returns the failed ones by index; their slots hold garbage. Adjacent records are read with
+        one vectored call.
+        """
+
+    def release(
+        self, runs: Sequence[PageRun], empty_segments: Sequence[int]
+    ) -> FailureReason | None:
+        """Give bytes back to the file system; idempotent."""
+
+    def sync(self) -> None:
+        """Flush written payload to the device.
+
+        Raises:
+            BackendError: the device refused.
+        """
+
+    def close(self) -> None:
+        """Release all descriptors; idempotent."""

@@ -1,0 +1,82 @@
+"""The configuration, parsed once at the edge into frozen dataclasses.
+
+Below this module nobody sees a mapping. `load_config` (file or mapping) refuses unknown keys, missing units
+and impossible pairs with a `ConfigError` that names the path of the key and the nearest valid name.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+__all__ = [
+    "IoConfig",
+    "OffloadConfig",
+    "PrimaryConfig",
+    "SecondaryConfig",
+    "StoreConfig",
+]
+
+Cascade = Literal["write_through", "on_evict", "second_touch"]
+IoMode = Literal["direct", "buffered", "mmap"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrimaryConfig:
+    """The tier in host memory."""
+
+    capacity_bytes: int
+    """Host memory for chunks, per worker; rounded down to whole slots."""
+    eviction: Literal["lru", "arc"] = "arc"
+    pinned: Literal["auto", "never"] = "auto"
+    """`auto` pins the pool where CUDA is there, with a warning where pinning is refused."""
+    huge_pages: bool = True
+    """Ask the kernel for transparent huge pages (a hint, never an error)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IoConfig:
+    """How one secondary tier talks to its device."""
+
+    mode: IoMode = "direct"
+    """Of the file backend; `direct` falls back to `buffered` with a warning where O_DIRECT is refused."""
+    threads: int = 4
+    deadline_seconds: float = 2.0
+    """A load that takes longer fails and is recomputed."""
+    write_queue_bytes: int = 256 << 20
+    """Write-behind limit: demotes beyond it are dropped and counted."""
+    durable: bool = False
+    """Also flush payload to the device before a record becomes visible."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecondaryConfig:
+    """One tier on disk."""
+
+    name: str
+    backend: Literal["file", "lmdb"]
+    path: Path
+    capacity_bytes: int
+    """Hard limit of all bytes below `path`: catalog, every rank and every engine included."""
+    cascade: Cascade = "write_through"
+    eviction: Literal["lru"] = "lru"
+    io: IoConfig = field(default_factory=IoConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadConfig:
+    """What an engine's connector offloads."""
+
+    blocks_per_chunk: int = 1
+    decode: bool = True
+    """Offload blocks that generated tokens filled, not only those of the prompt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreConfig:
+    """A whole configuration file."""
+
+    version: Literal[1] = 1
+    primary: PrimaryConfig
+    secondary: tuple[SecondaryConfig, ...] = ()
+    """In the order in which they are asked."""
+    offload: OffloadConfig = field(default_factory=OffloadConfig)

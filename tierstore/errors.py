@@ -1,0 +1,62 @@
+"""Errors that tierstore raises on purpose.
+
+    TierStoreError
+    +-- ConfigError      the YAML file or mapping is wrong; names the key, the value and the remedy
+    +-- ManifestError    a path or a peer holds other bytes than ours (different identity)
+    +-- LayoutError      the engine's KV caches cannot be described or addressed
+    +-- BackendError     a disk, a file system or a remote store failed
+    |   +-- BackendFullError   no space left although it was reserved (ENOSPC, quota, map full)
+    +-- CatalogError     the directory of a secondary tier cannot be opened or written
+    +-- ClosedError      the object was used after `close`
+    +-- MissingExtraError      an optional library is not installed; names the extra
+
+Expected refusals (cache full, key absent, queue full) are values, never exceptions.
+"""
+
+__all__ = [
+    "BackendError",
+    "BackendFullError",
+    "CatalogError",
+    "ClosedError",
+    "ConfigError",
+    "LayoutError",
+    "ManifestError",
+    "MissingExtraError",
+    "TierStoreError",
+]
+
+
+class TierStoreError(Exception):
+    """Base of every error that tierstore raises on purpose."""
+
+
+class ConfigError(TierStoreError):
+    """The configuration is wrong; the message names the key, the value and the remedy."""
+
+
+class ManifestError(TierStoreError):
+    """Bytes of another identity: model, layout, hash seed, or format differ."""
+
+
+class LayoutError(TierStoreError):
+    """The engine's KV caches cannot be described or addressed."""
+
+
+class BackendError(TierStoreError):
+    """A disk, a file system or a remote store failed."""
+
+
+class BackendFullError(BackendError):
+    """No space left on the device although the bytes were reserved."""
+
+
+class CatalogError(TierStoreError):
+    """The directory of a secondary tier cannot be opened, read or written."""
+
+
+class ClosedError(TierStoreError):
+    """The object was used after `close`."""
+
+
+class MissingExtraError(TierStoreError):
+    """An optional library is not installed; the message names the extra to install."""

@@ -1,0 +1,137 @@
+"""The identity of cached bytes: two manifests that differ in anything never share a chunk."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Self
+
+import xxhash
+
+from tierstore.errors import ManifestError
+from tierstore.key import Namespace
+from tierstore.layout import ChunkOrder, GroupKind, GroupSpec
+
+__all__ = ["FORMAT_VERSION", "GroupManifest", "Manifest"]
+
+FORMAT_VERSION = 1
+"""Version of the on-disk format (ARCHITECTURE.md); other versions never mix."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupManifest:
+    """What one KV cache group's chunks consist of."""
+
+    kind: GroupKind
+    tokens_per_block: int
+    layer_names: tuple[str, ...]
+    page_bytes: tuple[int, ...]
+    """Live bytes per block, one entry per layer, in slot order."""
+    window_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Everything that decides whether two processes mean the same bytes by the same key."""
+
+    engine: str
+    """Name and format of the engine, such as `vllm-0.33`."""
+    model: str
+    revision: str
+    """Revision or weights digest, as far as it is known; empty when unknown."""
+    kv_dtype: str
+    quantization: str
+    layout: str
+    """Physical order inside a page, in the engine's words, such as `LBHNC`."""
+    chunk_order: ChunkOrder
+    blocks_per_chunk: int
+    hash_algorithm: str
+    hash_seed: str
+    """What the hash chain starts from; empty when the algorithm has none."""
+    parallel_shape: str
+    """Such as `tp2-pp1-cp1`."""
+    groups: tuple[GroupManifest, ...]
+    extra: tuple[tuple[str, str], ...] = ()
+    """Further facts that change the bytes, as sorted (name, value) pairs."""
+    format_version: int = FORMAT_VERSION
+
+    @classmethod
+    def simple(cls, model: str, chunk_bytes: int) -> Self:
+        """Describe one full-attention group of `chunk_bytes` per chunk, for embedded use.
+
+        Raises:
+            ManifestError: `chunk_bytes` is not positive.
+        """
+        if chunk_bytes <= 0:
+            raise ManifestError(f"chunk_bytes: expected a positive size, got {chunk_bytes}")
+        group = GroupManifest(
+            kind=GroupKind.FULL,
+            tokens_per_block=1,
+            layer_names=("chunk",),
+            page_bytes=(chunk_bytes,),
+        )
+        return cls(
+            engine="embedded",
+            model=model,
+            revision="",
+            kv_dtype="uint8",
+            quantization="",
+            layout="opaque",
+            chunk_order=ChunkOrder.LAYER_MAJOR,
+            blocks_per_chunk=1,
+            hash_algorithm="caller",
+            hash_seed="",
+            parallel_shape="tp1-pp1-cp1",
+            groups=(group,),
+        )
+
+    @cached_property
+    def canonical_json(self) -> bytes:
+        """The manifest as canonical JSON: sorted names, no spaces, ASCII."""
+        return json.dumps(
+            dataclasses.asdict(self),
+            sort_keys=True,
+            separators=(",", ":"),
+            default=lambda enum: enum.value,
+        ).encode("ascii")
+
+    @cached_property
+    def namespace(self) -> Namespace:
+        """The first 8 bytes of every key: xxh3_64 of the canonical JSON, big-endian."""
+        return Namespace(xxhash.xxh3_64_digest(self.canonical_json))
+
+    def chunk_bytes(self, group_idx: int) -> int:
+        """Return the live bytes of one chunk of a group on one rank."""
+        return sum(self.groups[group_idx].page_bytes) * self.blocks_per_chunk
+
+    def group_specs(self) -> tuple[GroupSpec, ...]:
+        """Return the groups as the control plane wants them."""
+        return tuple(
+            GroupSpec(
+                group_idx=group_idx,
+                kind=group.kind,
+                tokens_per_block=group.tokens_per_block,
+                blocks_per_chunk=self.blocks_per_chunk,
+                chunk_bytes=self.chunk_bytes(group_idx),
+                window_tokens=group.window_tokens,
+            )
+            for group_idx, group in enumerate(self.groups)
+        )
+
+    def difference(self, stored_json: bytes) -> str | None:
+        """Say in words how a stored manifest differs from this one; None when it does not.
+
+        Raises:
+            ManifestError: `stored_json` is not a manifest.
+        """
+        if stored_json == self.canonical_json:
+            return None
+        try:
+            theirs = json.loads(stored_json)
+        except ValueError as error:
+            raise ManifestError(f"stored manifest is not JSON: {error}") from error
+        ours = json.loads(self.canonical_json)
+        names = sorted(name for name in ours | theirs if ours.get(name) != theirs.get(name))
+        return "; ".join(
+            f"{name}: stored {theirs.get(name)!r}, ours {ours.get(name)!r}" for name in names
+        )

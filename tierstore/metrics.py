@@ -1,0 +1,71 @@
+"""The one table of metrics, and the counters behind it.
+
+Code names a row of `Metric`, never a string. Exporters read `Counters.snapshot()`.
+"""
+
+import threading
+from collections import defaultdict
+from enum import Enum
+from typing import Literal
+
+__all__ = ["Counters", "Metric"]
+
+Kind = Literal["counter", "gauge"]
+
+
+class Metric(Enum):
+    """One row per metric: name, kind, label name (empty: none), help."""
+
+    OFFLOADED_CHUNKS = ("offloaded_chunks_total", "counter", "", "Chunks copied GPU -> slot")
+    OFFLOADED_BYTES = ("offloaded_bytes_total", "counter", "", "Bytes copied GPU -> slot")
+    LOADED_CHUNKS = ("loaded_chunks_total", "counter", "", "Chunks copied slot -> GPU")
+    LOADED_BYTES = ("loaded_bytes_total", "counter", "", "Bytes copied slot -> GPU")
+    DEMOTED_CHUNKS = ("demoted_chunks_total", "counter", "tier", "Chunks written, slot -> record")
+    DEMOTED_BYTES = ("demoted_bytes_total", "counter", "tier", "Payload bytes, slot -> record")
+    PROMOTED_CHUNKS = ("promoted_chunks_total", "counter", "tier", "Chunks read, record -> slot")
+    PROMOTED_BYTES = ("promoted_bytes_total", "counter", "tier", "Payload bytes, record -> slot")
+    HIT_CHUNKS = ("hit_chunks_total", "counter", "tier", "Chunks found, by the tier that had them")
+    MISSES = ("misses_total", "counter", "reason", "Chunks that could not be served, by reason")
+    EVICTED_CHUNKS = ("evicted_chunks_total", "counter", "tier", "Chunks evicted, by tier")
+    DROPPED_DEMOTES = (
+        "dropped_demotes_total",
+        "counter",
+        "reason",
+        "Chunks not demoted: queue full, capacity, or I/O error",
+    )
+    REFUSED_OFFLOADS = (
+        "refused_offloads_total",
+        "counter",
+        "reason",
+        "Chunks not offloaded: pins leave no room, or the copy failed",
+    )
+    FAILED_LOADS = ("failed_loads_total", "counter", "reason", "Load jobs that were recomputed")
+
+    def __init__(self, metric_name: str, kind: Kind, label: str, help_text: str) -> None:
+        self.metric_name = metric_name
+        self.kind = kind
+        self.label = label
+        self.help_text = help_text
+
+
+class Counters:
+    """Thread-safe sums per metric and label value."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sums: dict[tuple[Metric, str], int] = defaultdict(int)
+
+    def add(self, metric: Metric, amount: int = 1, *, label: str = "") -> None:
+        """Add `amount` to one metric; call once per batch, not per chunk."""
+        if amount:
+            with self._lock:
+                self._sums[metric, label] += amount
+
+    def snapshot(self) -> dict[str, int]:
+        """Return all sums so far, by `name` or `name{label="value"}`."""
+        with self._lock:
+            sums = dict(self._sums)
+        return {
+            metric.metric_name + (f'{{{metric.label}="{label}"}}' if label else ""): amount
+            for (metric, label), amount in sums.items()
+        }

@@ -1,0 +1,46 @@
+"""What the primary tier asks of an eviction policy."""
+
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+from tierstore.key import OffloadKey
+
+__all__ = ["EvictionPolicy"]
+
+
+class EvictionPolicy(Protocol):
+    """Order of eviction over the resident keys. Knows keys only: no slots, no bytes, no pins.
+
+    Callers pass the keys of one prefix tail first, so that the head ends up youngest and a tail
+    is evicted before its head. Every call is a batch and takes no lock.
+    """
+
+    def insert(self, keys: Sequence[OffloadKey]) -> None:
+        """Add keys that became resident, in order; none of them is resident. O(len(keys))."""
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        """Record one use of each resident key, in order. O(len(keys))."""
+
+    def victims(
+        self,
+        count: int,
+        pinned: Collection[OffloadKey],
+        incoming: Sequence[OffloadKey] = (),
+    ) -> list[OffloadKey]:
+        """Name the next `count` victims in order, skipping pinned keys; changes nothing.
+
+        `incoming` are the keys that room is made for (ARC's choice depends on its ghosts).
+        Returns fewer when fewer are evictable. O(count + pinned keys passed over).
+        """
+
+    def evict(self, keys: Sequence[OffloadKey]) -> None:
+        """Remove victims, in the order `victims` named them, remembering them as ghosts."""
+
+    def remove(self, keys: Sequence[OffloadKey]) -> None:
+        """Remove resident keys without a trace (invalid bytes, reset)."""
+
+    def clear(self) -> None:
+        """Forget everything, ghosts included."""
+
+    def __len__(self) -> int:
+        """Return the number of resident keys."""

@@ -1,0 +1,168 @@
+"""The messages between the two planes.
+
+The control plane (planner, or the embedded store) sends commands; the data plane (executor) moves
+bytes and answers each command with exactly one `TransferDone`. Messages cross a process boundary
+once per engine step, so they hold flat arrays and raw bytes, and pickle small.
+
+    Offload   GPU blocks -> slots                 Promote   records -> slots
+    Load      [records -> slots ->] GPU blocks    Demote    slots -> records
+    Release   the bytes of evicted records go back to the file system
+
+A slot is named by the index of its first 4 KiB page in the primary pool, so that a slot's address
+is `pool + slot * PAGE_BYTES` whatever its size class. A `Place` names a record (see `record`).
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NewType
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.key import OffloadKey
+
+__all__ = [
+    "Command",
+    "Demote",
+    "FailureReason",
+    "IntArray",
+    "JobId",
+    "Load",
+    "LoadPart",
+    "Offload",
+    "PageRun",
+    "Place",
+    "Promote",
+    "Release",
+    "StepPlan",
+    "TransferDone",
+]
+
+JobId = NewType("JobId", int)
+IntArray = npt.NDArray[np.int64]
+
+Place = NewType("Place", bytes)
+"""Where a record lies in its tier: the 20 bytes of `record.PLACE_DTYPE`."""
+
+
+class FailureReason(Enum):
+    """Why a chunk was not moved; the label of the metrics."""
+
+    ABSENT = "absent"
+    """The record is gone: evicted meanwhile, segment removed, file truncated."""
+    CORRUPT = "corrupt"
+    """Length, key or checksum do not match; the record is quarantined."""
+    IO_ERROR = "io_error"
+    FULL = "full"
+    DEADLINE = "deadline"
+    CLOSED = "closed"
+    LAYOUT = "layout"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offload:
+    """Copy GPU blocks to slots. The blocks must not be rewritten before the job is done."""
+
+    job_id: JobId
+    group_idx: int
+    block_ids: IntArray
+    """Shape (chunks, blocks_per_chunk)."""
+    slots: IntArray
+    """Shape (chunks,)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promote:
+    """Read records into slots; each is verified before its slot may be used."""
+
+    job_id: JobId
+    tier_idx: int
+    """Index into `StoreConfig.secondary`."""
+    keys: tuple[OffloadKey, ...]
+    places: tuple[Place, ...]
+    slots: IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadPart:
+    """Chunks of one group that a load copies from slots to GPU blocks."""
+
+    group_idx: int
+    block_ids: IntArray
+    """Shape (chunks, blocks_per_chunk); a negative id means: this block is not wanted."""
+    slots: IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Copy slots to GPU blocks, after the promotes that fill some of them.
+
+    All or nothing for the request: if any chunk fails, the job fails, but every promoted chunk
+    that did arrive becomes resident (`TransferDone.failed` lists only those that did not).
+    """
+
+    job_id: JobId
+    parts: tuple[LoadPart, ...]
+    promotes: tuple[Promote, ...] = ()
+    """Carry the job id of the load; keys of all of them in order are what `failed` indexes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demote:
+    """Write slots to records at reserved places."""
+
+    job_id: JobId
+    tier_idx: int
+    keys: tuple[OffloadKey, ...]
+    places: tuple[Place, ...]
+    """Records of one extent are adjacent and in order."""
+    slots: IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageRun:
+    """Half-open run of pages [first_page, first_page + page_count) of one segment."""
+
+    segment: int
+    first_page: int
+    page_count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """Give the bytes of evicted or aborted records back: punch holes, unlink empty segments."""
+
+    job_id: JobId
+    tier_idx: int
+    runs: tuple[PageRun, ...]
+    empty_segments: tuple[int, ...] = ()
+    """Segments without a live or reserved record: unlink them whole."""
+
+
+Command = Offload | Promote | Load | Demote | Release
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """What the data plane shall do around one engine step."""
+
+    commands: tuple[Command, ...] = ()
+    fence_job_ids: tuple[JobId, ...] = ()
+    """Offloads that must have left the GPU before this step writes to any block."""
+
+    def __bool__(self) -> bool:
+        return bool(self.commands or self.fence_job_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferDone:
+    """The one answer to a command.
+
+    `failed` indexes the command's chunks: the slots of an offload, the keys of a promote or
+    demote, the concatenated keys of a load's promotes. A load that could not reach the GPU at all
+    has `ok` False even if `failed` is empty.
+    """
+
+    job_id: JobId
+    ok: bool = True
+    failed: dict[int, FailureReason] = field(default_factory=dict)
