@@ -107,5 +107,6 @@ class TierStack:
 
     def reset(self) -> None:
         """Forget the primary tier's unpinned chunks and make all recorded chunks of this namespace
-        unreachable (weights changed)."""
+        unreachable (weights changed).
+        """
         raise NotImplementedError
