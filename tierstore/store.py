@@ -1,7 +1,7 @@
 """TierStore: both planes in one process, for embedded use and for tools.
 
-    put:  keys -> slots (copied from the caller's array) -> resident -> cascade
-    get:  resident or promoted slots -> copied to the caller's array
+put:  keys -> slots (copied from the caller's array) -> resident -> cascade
+get:  resident or promoted slots -> copied to the caller's array
 """
 
 import logging
@@ -9,14 +9,13 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 
+from tierstore.arrays import ByteArray, adjacent_runs, byte_rows
 from tierstore.clock import Clock, MonotonicClock
 from tierstore.config import StoreConfig, load_config
 from tierstore.errors import BackendError, ClosedError
@@ -28,7 +27,7 @@ from tierstore.metrics import Counters
 from tierstore.tier.reservation import ChunkState, LoadReservation
 from tierstore.tier.secondary import SecondaryStats
 from tierstore.tier.stack import TierStack
-from tierstore.transfer import IntArray, JobId, Load, TransferDone
+from tierstore.transfer import JobId, Load, TransferDone
 
 __all__ = ["PrefixMatch", "StoreStats", "TierStore"]
 
@@ -43,8 +42,6 @@ _STALL_SECONDS = 10.0
 
 _FLUSH_STALL_SECONDS = 60.0
 _POLL_SECONDS = 0.0005
-
-ByteArray = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +100,7 @@ class TierStore:
         self._closed = False
 
     @classmethod
-    def open(
-        cls, config: StoreConfig | Mapping[str, Any] | str | Path, manifest: Manifest
-    ) -> Self:
+    def open(cls, config: StoreConfig | Mapping[str, Any] | str | Path, manifest: Manifest) -> Self:
         """Open the tiers, creating what does not exist.
 
         `config` is a parsed configuration, a mapping with the same keys, or a YAML file's path.
@@ -146,12 +141,10 @@ class TierStore:
         with self._lock:
             self._check_open()
             group_idx = self._check_keys(keys)
-            rows = _rows(array, len(keys), self._specs[group_idx].chunk_bytes)
+            rows = byte_rows(array, len(keys), self._specs[group_idx].chunk_bytes)
             per_batch = self._batch_chunks(group_idx)
             return sum(
-                self._put_batch(
-                    group_idx, keys[i : i + per_batch], rows[i : i + per_batch]
-                )
+                self._put_batch(group_idx, keys[i : i + per_batch], rows[i : i + per_batch])
                 for i in range(0, len(keys), per_batch)
             )
 
@@ -168,7 +161,7 @@ class TierStore:
         with self._lock:
             self._check_open()
             group_idx = self._check_keys(keys)
-            rows = _rows(out, len(keys), self._specs[group_idx].chunk_bytes, writable=True)
+            rows = byte_rows(out, len(keys), self._specs[group_idx].chunk_bytes, writable=True)
             found = [False] * len(keys)
             per_batch = self._batch_chunks(group_idx)
             in_flight: list[_Batch] = []
@@ -287,7 +280,7 @@ class TierStore:
         source = [rows[i] for i in reservation.indices]
         if isinstance(rows, np.ndarray) and len(reservation.indices) == len(keys):
             source = rows  # type: ignore[assignment]
-        for start, stop in _adjacent(reservation.slots, self._specs[group_idx].slot_bytes):
+        for start, stop in adjacent_runs(reservation.slots, self._specs[group_idx].slot_bytes):
             target = self._slots(group_idx, int(reservation.slots[start]), stop - start)
             if isinstance(source, np.ndarray):
                 target[:] = source[start:stop]
@@ -330,7 +323,7 @@ class TierStore:
             for i, slot in enumerate(_promoted_slots(batch.reservation))
             if i in batch.done.failed
         }
-        for start, stop in _adjacent(slots, self._specs[group_idx].slot_bytes):
+        for start, stop in adjacent_runs(slots, self._specs[group_idx].slot_bytes):
             source = self._slots(group_idx, int(slots[start]), stop - start)
             for chunk, slot, rows in zip(
                 source, slots[start:stop].tolist(), batch.rows[start:stop], strict=True
@@ -422,55 +415,3 @@ class TierStore:
 def _promoted_slots(reservation: LoadReservation) -> list[int]:
     """Return the slots that promotes fill, in the order of `TransferDone.failed`."""
     return [slot for promote in reservation.promotes for slot in promote.slots.tolist()]
-
-
-def _adjacent(slots: IntArray, slot_bytes: int) -> list[tuple[int, int]]:
-    """Split slots into half-open runs [start, stop) that are adjacent in the pool."""
-    if len(slots) == 0:
-        return []
-    cuts = np.flatnonzero(np.diff(slots) != slot_bytes // PAGE_BYTES) + 1
-    return list(pairwise([0, *cuts.tolist(), len(slots)]))
-
-
-def _rows(
-    array: object, count: int, chunk_bytes: int, *, writable: bool = False
-) -> list[ByteArray] | ByteArray:
-    """View the caller's chunks as rows of bytes, without a copy.
-
-    Raises:
-        ValueError: a wrong shape, not contiguous, or not writable.
-    """
-    if isinstance(array, (list, tuple)):
-        if len(array) != count:
-            raise ValueError(f"array: expected {count} buffers, one per key, got {len(array)}")
-        return [_row(buffer, i, chunk_bytes, writable=writable) for i, buffer in enumerate(array)]
-    if hasattr(array, "numpy"):  # a torch tensor, without importing torch
-        array = array.numpy()
-    if not isinstance(array, np.ndarray):
-        raise TypeError(
-            "array: expected a numpy array, a CPU torch tensor or a list of buffers, "
-            f"got {type(array).__name__}"
-        )
-    if array.ndim != 2 or not array.flags.c_contiguous:  # noqa: PLR2004
-        raise ValueError(
-            f"array: expected a C-contiguous array of shape ({count}, {chunk_bytes}), "
-            f"got shape {array.shape}"
-        )
-    view = array.view(np.uint8)
-    if view.shape != (count, chunk_bytes):
-        raise ValueError(
-            f"array: expected {count} rows of {chunk_bytes} bytes, got shape {array.shape} "
-            f"of {array.dtype}"
-        )
-    if writable and not view.flags.writeable:
-        raise ValueError("out: the array is read-only")
-    return view
-
-
-def _row(buffer: Any, i: int, chunk_bytes: int, *, writable: bool) -> ByteArray:
-    row = np.frombuffer(buffer, np.uint8)
-    if len(row) != chunk_bytes:
-        raise ValueError(f"array[{i}]: expected {chunk_bytes} bytes, got {len(row)}")
-    if writable and not row.flags.writeable:
-        raise ValueError(f"out[{i}]: the buffer is read-only")
-    return row

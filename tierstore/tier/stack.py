@@ -77,7 +77,14 @@ class TierStack:
                 secondary.close()
             raise
         cascades = [
-            Cascade(tier_idx, tier, groups, primary, secondary, counters)
+            Cascade(
+                tier_idx=tier_idx,
+                config=tier,
+                groups=groups,
+                primary=primary,
+                secondary=secondary,
+                counters=counters,
+            )
             for tier_idx, (tier, secondary) in enumerate(
                 zip(config.secondary, secondaries, strict=True)
             )
