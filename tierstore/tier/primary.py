@@ -71,11 +71,15 @@ class PrimaryTier:
         raise NotImplementedError
 
     def coldest(self, count: int) -> list[OffloadKey]:
-        """Name the next `count` victims in order, pinned ones skipped; changes nothing."""
+        """Name the next `count` victims in order, as if nothing was pinned; changes nothing."""
         raise NotImplementedError
 
-    def remove(self, keys: Collection[OffloadKey]) -> None:
-        """Forget resident, unpinned keys whose bytes are worthless."""
+    def free_count(self, group_idx: int) -> int:
+        """Return how many chunks of a group find room without an eviction."""
+        raise NotImplementedError
+
+    def discard(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+        """Forget those of the keys that are not pinned; return those that stay because they are."""
         raise NotImplementedError
 
     def clear(self) -> list[OffloadKey]:
