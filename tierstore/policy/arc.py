@@ -48,7 +48,7 @@ class ArcPolicy:
             self._t1.push(keys)
             self._trim()
         else:
-            steps = self._replay(keys, (), ())
+            steps = self._replay(keys, (len(self._t1), len(self._t2)), ([], []), 0)
             self._b1.discard(list(steps.b1.gone))
             self._b2.discard(list(steps.b2.gone))
             self._t2.push(steps.hits)
@@ -71,9 +71,9 @@ class ArcPolicy:
         """Name the keys that REPLACE takes for the last `count` of `incoming`, in order."""
         if not self._no_ghost_in(incoming):
             self._strangers = None
-            return self._replay(
-                incoming, self._t1.peek(count, pinned), self._t2.peek(count, pinned), count
-            ).victims
+            cold = self._t1.peek(count, pinned), self._t2.peek(count, pinned)
+            sizes = len(self._t1), len(self._t2)
+            return self._replay(incoming, sizes, cold, count).victims
         self._strangers = incoming
         # Keys without a ghost leave p alone, and each makes T1 grow by one: REPLACE takes from T2
         # until |T1| > p, from then on from T1, whose size then stays.
@@ -88,18 +88,13 @@ class ArcPolicy:
 
     def evict(self, keys: Sequence[OffloadKey], incoming: Sequence[OffloadKey] = ()) -> None:
         """Move victims to B1 and B2, in order, and adapt p to the ghosts among `incoming`."""
-        t1_victims = list(filter(self._t1.view().__contains__, keys))
-        t2_victims = (
-            list(filter(self._t2.view().__contains__, keys)) if len(t1_victims) < len(keys) else []
-        )
+        sizes = len(self._t1), len(self._t2)
+        t1_victims = self._t1.pop_present(keys)
+        t2_victims = self._t2.pop_present(keys) if len(t1_victims) < len(keys) else []
         if incoming is not self._strangers and not self._no_ghost_in(incoming):
-            self._p = self._replay(incoming, t1_victims, t2_victims, len(keys)).p
-        if t1_victims:
-            self._t1.discard(t1_victims)
-            self._b1.push(t1_victims)
-        if t2_victims:
-            self._t2.discard(t2_victims)
-            self._b2.push(t2_victims)
+            self._p = self._replay(incoming, sizes, (t1_victims, t2_victims), len(keys)).p
+        self._b1.push(t1_victims)
+        self._b2.push(t2_victims)
         self._strangers = None
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
@@ -119,25 +114,29 @@ class ArcPolicy:
         return len(self._t1) + len(self._t2)
 
     def _no_ghost_in(self, keys: Sequence[OffloadKey]) -> bool:
-        return self._b1.view().isdisjoint(keys) and self._b2.view().isdisjoint(keys)
+        b1, b2 = self._b1, self._b2
+        return (not b1 or b1.view().isdisjoint(keys)) and (not b2 or b2.view().isdisjoint(keys))
 
     def _replay(
         self,
         incoming: Sequence[OffloadKey],
-        t1_cold: Sequence[OffloadKey],
-        t2_cold: Sequence[OffloadKey],
-        count: int = 0,
+        sizes: tuple[int, int],
+        cold: tuple[list[OffloadKey], list[OffloadKey]],
+        count: int,
     ) -> "_Replay":
-        """Go through misses that include ghosts; the last `count` of them evict."""
+        """Go through misses that include ghosts; the last `count` of them evict.
+
+        `sizes` are |T1| and |T2| before the batch, `cold` what may be evicted from each in order.
+        """
         steps = _Replay(
             c=self._c,
             p=self._p,
-            t1_size=len(self._t1),
-            t2_size=len(self._t2),
+            t1_size=sizes[0],
+            t2_size=sizes[1],
             b1=_GhostView(self._b1, len(incoming)),
             b2=_GhostView(self._b2, len(incoming)),
-            t1_cold=iter(t1_cold),
-            t2_cold=iter(t2_cold),
+            t1_cold=iter(cold[0]),
+            t2_cold=iter(cold[1]),
         )
         free = len(incoming) - count
         for number, key in enumerate(incoming):

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Collection, Iterator, KeysView, Sequence
-from itertools import filterfalse, islice
+from itertools import filterfalse, islice, repeat
 
 from tierstore.key import OffloadKey
 
@@ -11,6 +11,7 @@ __all__ = ["KeyQueue"]
 _COLD_KEYS_MIN = 1024
 _TABLE_BYTES_PER_KEY_MAX = 80
 _TABLE_BYTES_SLACK = 4096
+_ABSENT = 0
 
 
 class KeyQueue:
@@ -26,8 +27,8 @@ class KeyQueue:
     __slots__ = ("_cold", "_keys")
 
     def __init__(self) -> None:
-        self._keys: dict[OffloadKey, None] = {}
-        self._cold: dict[OffloadKey, None] = {}
+        self._keys: dict[OffloadKey, int | None] = {}
+        self._cold: dict[OffloadKey, int | None] = {}
         """The first keys of `_keys` in their order, or nothing: a short table to scan."""
 
     def __len__(self) -> int:
@@ -51,7 +52,7 @@ class KeyQueue:
         self._compact()
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Make keys of the queue its youngest, in order; of a repeated key the last place counts."""
+        """Make keys of the queue its youngest, in order; a key's last place in `keys` counts."""
         table = self._keys
         for key in keys:
             table[key] = table.pop(key)
@@ -67,10 +68,14 @@ class KeyQueue:
 
     def pop_present(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Remove those of the distinct keys that are in the queue; return them in order."""
-        present = list(filter(self._keys.__contains__, keys))
-        if present:
-            self.discard(present)
-        return present
+        found = list(map(self._keys.pop, keys, repeat(_ABSENT)))
+        absent_count = found.count(_ABSENT)
+        if absent_count == len(keys):
+            return []
+        self._forget_cold(keys)
+        if not absent_count:
+            return list(keys)
+        return [key for key, value in zip(keys, found, strict=True) if value is None]
 
     def peek(self, count: int, skip: Collection[OffloadKey] = ()) -> list[OffloadKey]:
         """Return the `count` oldest keys that are not in `skip`, fewer if there are fewer.
@@ -85,7 +90,7 @@ class KeyQueue:
             if len(found) == count or len(self._cold) == len(self._keys):
                 return found
             # The next look is for as many keys at least, so a large request pays for one scan.
-            size = max(_COLD_KEYS_MIN, len(self._keys) >> 8, 4 * count, 2 * len(self._cold))
+            size = max(_COLD_KEYS_MIN, len(self._keys) >> 8, 8 * count, 2 * len(self._cold))
             self._cold = dict.fromkeys(islice(self._keys, size))
 
     def clear(self) -> None:

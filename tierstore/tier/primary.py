@@ -22,6 +22,7 @@ __all__ = ["PrimaryTier", "Reservation"]
 
 _TABLE_BYTES_PER_KEY_MAX = 80
 _TABLE_BYTES_SLACK = 4096
+_NO_SLOT = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ class PrimaryTier:
         self._require_distinct("reserve", keys)
         if not self._resident.keys().isdisjoint(keys):
             _refuse("reserve", "is resident", keys, self._resident.__contains__)
-        if not self._arriving.keys().isdisjoint(keys):
+        if self._arriving and not self._arriving.keys().isdisjoint(keys):
             _refuse("reserve", "is arriving", keys, self._arriving.__contains__)
         victims = self._choose_victims(class_idx, keys)
         if victims is None:
@@ -263,10 +264,14 @@ class PrimaryTier:
 
     def _end_arrival(self, what: str, keys: Sequence[OffloadKey]) -> list[int]:
         arriving = self._arriving
-        self._require_distinct(what, keys)
-        if not all(map(arriving.__contains__, keys)):
+        slots = list(map(arriving.pop, keys, repeat(_NO_SLOT)))
+        if _NO_SLOT in slots:
+            # Put them back before naming the key: a repeated key popped its slot only once.
+            popped = zip(keys, slots, strict=True)
+            arriving.update((key, slot) for key, slot in popped if slot != _NO_SLOT)
+            self._require_distinct(what, keys)
             _refuse(what, "is not arriving", keys, lambda key: key not in arriving)
-        return list(map(arriving.pop, keys))
+        return slots
 
     def _require_distinct(self, what: str, keys: Sequence[OffloadKey]) -> None:
         if len(keys) > 1 and len(set(keys)) != len(keys):
