@@ -111,9 +111,13 @@ def test_lru_has_the_hits_of_a_reference_lru(capacity):
     assert hit_ratio(requests, "lru", capacity) == reference_lru_hit_ratio(requests, capacity) > 0
 
 
-def test_arc_beats_lru_where_the_live_sessions_do_not_fit():
-    requests = list(synthetic_requests(seed=7))
-    assert hit_ratio(requests, "arc", 150) > hit_ratio(requests, "lru", 150)
+def test_arc_keeps_what_was_used_twice_through_a_scan_and_lru_does_not():
+    hot = [OffloadKey(b"hot%05d" % number) for number in range(50)]
+    scan = [[OffloadKey(b"scan%04d" % number)] for number in range(1000)]
+    requests = [hot, hot, *scan, hot]
+    asked = sum(map(len, requests))
+    assert hit_ratio(requests, "arc", 100) == 100 / asked
+    assert hit_ratio(requests, "lru", 100) == 50 / asked
 
 
 @pytest.mark.slow

@@ -51,9 +51,7 @@ class TextbookArc:
             return  # only after keys were removed, of which the paper knows nothing
         cold1 = [key for key in self.t1 if key not in pinned]
         cold2 = [key for key in self.t2 if key not in pinned]
-        t1_first = self.t1 and (
-            len(self.t1) > self.p or (x in self.b2 and len(self.t1) == self.p)
-        )
+        t1_first = self.t1 and (len(self.t1) > self.p or (x in self.b2 and len(self.t1) == self.p))
         if (t1_first and cold1) or not cold2:
             self.t1.remove(cold1[0])
             self.b1.append(cold1[0])
