@@ -57,9 +57,8 @@ class ArcPolicy:
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Make resident keys the most recently used of T2, in order (case I)."""
-        if not self._t1.view().isdisjoint(keys):
-            moved = self._t1.pop_present(list(dict.fromkeys(keys)))
-            self._t2.push(moved)
+        if not self._t1.table.keys().isdisjoint(keys):
+            self._t2.push(self._t1.pop_present(list(dict.fromkeys(keys))))
         self._t2.touch(keys)
 
     def victims(
@@ -77,14 +76,14 @@ class ArcPolicy:
         self._strangers = incoming
         # Keys without a ghost leave p alone, and each makes T1 grow by one: REPLACE takes from T2
         # until |T1| > p, from then on from T1, whose size then stays.
-        t1_size = len(self._t1) + max(len(incoming) - count, 0)
-        from_t2 = self._t2.peek(min(int(self._p) + 1 - t1_size, count), pinned)
-        from_t1 = self._t1.peek(count - len(from_t2), pinned)
-        missing = count - len(from_t2) - len(from_t1)
-        if missing > 0:
-            more = self._t2.peek(len(from_t2) + missing, pinned)
-            return from_t2 + from_t1 + more[len(from_t2) :]
-        return from_t2 + from_t1
+        t1_size = len(self._t1.table) + max(len(incoming) - count, 0)
+        t2_turns = min(int(self._p) + 1 - t1_size, count)
+        from_t2 = self._t2.peek(t2_turns, pinned) if t2_turns > 0 else []
+        found = from_t2 + self._t1.peek(count - len(from_t2), pinned)
+        if len(found) < count:
+            more = self._t2.peek(count - len(found) + len(from_t2), pinned)
+            found += more[len(from_t2) :]
+        return found
 
     def evict(self, keys: Sequence[OffloadKey], incoming: Sequence[OffloadKey] = ()) -> None:
         """Move victims to B1 and B2, in order, and adapt p to the ghosts among `incoming`."""
@@ -93,8 +92,10 @@ class ArcPolicy:
         t2_victims = self._t2.pop_present(keys) if len(t1_victims) < len(keys) else []
         if incoming is not self._strangers and not self._no_ghost_in(incoming):
             self._p = self._replay(incoming, sizes, (t1_victims, t2_victims), len(keys)).p
-        self._b1.push(t1_victims)
-        self._b2.push(t2_victims)
+        if t1_victims:
+            self._b1.push(t1_victims)
+        if t2_victims:
+            self._b2.push(t2_victims)
         self._strangers = None
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
@@ -114,8 +115,8 @@ class ArcPolicy:
         return len(self._t1) + len(self._t2)
 
     def _no_ghost_in(self, keys: Sequence[OffloadKey]) -> bool:
-        b1, b2 = self._b1, self._b2
-        return (not b1 or b1.view().isdisjoint(keys)) and (not b2 or b2.view().isdisjoint(keys))
+        b1, b2 = self._b1.table, self._b2.table
+        return (not b1 or b1.keys().isdisjoint(keys)) and (not b2 or b2.keys().isdisjoint(keys))
 
     def _replay(
         self,
@@ -141,15 +142,20 @@ class ArcPolicy:
         free = len(incoming) - count
         for number, key in enumerate(incoming):
             steps.miss(key, evict=number >= free)
+        for _ in range(-free):
+            steps.make_way()
         return steps
 
     def _trim(self) -> None:
-        l1_excess = len(self._t1) + len(self._b1) - self._c
-        if l1_excess > 0:
-            self._b1.discard(self._b1.peek(l1_excess))
-        excess = len(self) + len(self._b1) + len(self._b2) - 2 * self._c
-        if excess > 0:
-            self._b2.discard(self._b2.peek(excess))
+        t1_size, b1_size = len(self._t1.table), len(self._b1.table)
+        t2_size, b2_size = len(self._t2.table), len(self._b2.table)
+        b1_excess = min(t1_size + b1_size - self._c, b1_size)
+        if b1_excess > 0:
+            self._b1.discard(self._b1.peek(b1_excess))
+            b1_size -= b1_excess
+        b2_excess = min(t1_size + t2_size + b1_size + b2_size - 2 * self._c, b2_size)
+        if b2_excess > 0:
+            self._b2.discard(self._b2.peek(b2_excess))
 
 
 class _GhostView:
@@ -218,6 +224,11 @@ class _Replay:
             self._replace(in_b2=in_b2)
         self.hits.append(key)
         self.t2_size += 1
+
+    def make_way(self) -> None:
+        """Name one more victim, as for a key never seen."""
+        self._replace(in_b2=False)
+        self.t1_size += 1
 
     def _replace(self, *, in_b2: bool) -> None:
         t1_first = self.t1_size > 0 and (

@@ -1,14 +1,14 @@
 """An ordered set of keys, oldest first, built on a plain `dict`."""
 
 import sys
-from collections.abc import Collection, Iterator, KeysView, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import filterfalse, islice, repeat
 
 from tierstore.key import OffloadKey
 
 __all__ = ["KeyQueue"]
 
-_COLD_KEYS_MIN = 1024
+_COLD_KEYS_MIN = 512
 _TABLE_BYTES_PER_KEY_MAX = 80
 _TABLE_BYTES_SLACK = 4096
 _ABSENT = 0
@@ -24,56 +24,56 @@ class KeyQueue:
     three times its keys (hence `_compact`).
     """
 
-    __slots__ = ("_cold", "_keys")
+    __slots__ = ("_cold", "table")
 
     def __init__(self) -> None:
-        self._keys: dict[OffloadKey, int | None] = {}
+        self.table: dict[OffloadKey, int | None] = {}
+        """To be read only, and anew after every change: compaction puts another in its place."""
         self._cold: dict[OffloadKey, int | None] = {}
-        """The first keys of `_keys` in their order, or nothing: a short table to scan."""
+        """The first keys of `table` in their order, or nothing: a short table to scan."""
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self.table)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._keys
+        return key in self.table
 
     def __iter__(self) -> Iterator[OffloadKey]:
-        return iter(self._keys)
-
-    def view(self) -> KeysView[OffloadKey]:
-        """Return the keys as a set-like view; valid until the next change of the queue."""
-        return self._keys.keys()
+        return iter(self.table)
 
     def push(self, keys: Sequence[OffloadKey]) -> None:
         """Append keys that are not in the queue, in order, as the youngest."""
-        table = self._keys
+        table = self.table
         for key in keys:
             table[key] = None
         self._compact()
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Make keys of the queue its youngest, in order; a key's last place in `keys` counts."""
-        table = self._keys
+        table = self.table
         for key in keys:
             table[key] = table.pop(key)
-        self._forget_cold(keys)
+        if self._cold:
+            self._forget_cold(keys)
         self._compact()
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
         """Remove distinct keys of the queue."""
-        table = self._keys
+        table = self.table
         for key in keys:
             del table[key]
-        self._forget_cold(keys)
+        if self._cold:
+            self._forget_cold(keys)
 
     def pop_present(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Remove those of the distinct keys that are in the queue; return them in order."""
-        found = list(map(self._keys.pop, keys, repeat(_ABSENT)))
-        absent_count = found.count(_ABSENT)
-        if absent_count == len(keys):
+        found = list(map(self.table.pop, keys, repeat(_ABSENT)))
+        present_count = found.count(None)
+        if not present_count:
             return []
-        self._forget_cold(keys)
-        if not absent_count:
+        if self._cold:
+            self._forget_cold(keys)
+        if present_count == len(keys):
             return list(keys)
         return [key for key, value in zip(keys, found, strict=True) if value is None]
 
@@ -87,24 +87,24 @@ class KeyQueue:
         while True:
             oldest = filterfalse(skip.__contains__, self._cold) if skip else self._cold
             found = list(islice(oldest, count))
-            if len(found) == count or len(self._cold) == len(self._keys):
+            if len(found) == count or len(self._cold) == len(self.table):
                 return found
             # The next look is for as many keys at least, so a large request pays for one scan.
-            size = max(_COLD_KEYS_MIN, len(self._keys) >> 8, 8 * count, 2 * len(self._cold))
-            self._cold = dict.fromkeys(islice(self._keys, size))
+            size = max(_COLD_KEYS_MIN, len(self.table) >> 8, 8 * count, 2 * len(self._cold))
+            self._cold = dict.fromkeys(islice(self.table, size))
 
     def clear(self) -> None:
         """Remove all keys."""
-        self._keys = {}
+        self.table = {}
         self._cold = {}
 
     def _forget_cold(self, keys: Sequence[OffloadKey]) -> None:
         cold = self._cold
-        if cold and not cold.keys().isdisjoint(keys):
+        if not cold.keys().isdisjoint(keys):
             for key in keys:
                 cold.pop(key, None)
 
     def _compact(self) -> None:
-        table_bytes_max = _TABLE_BYTES_PER_KEY_MAX * len(self._keys) + _TABLE_BYTES_SLACK
-        if sys.getsizeof(self._keys) > table_bytes_max:
-            self._keys = dict.fromkeys(self._keys)
+        table_bytes_max = _TABLE_BYTES_PER_KEY_MAX * len(self.table) + _TABLE_BYTES_SLACK
+        if sys.getsizeof(self.table) > table_bytes_max:
+            self.table = dict.fromkeys(self.table)

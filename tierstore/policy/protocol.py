@@ -41,8 +41,8 @@ class EvictionPolicy(Protocol):
         """Name the next `count` victims in order, skipping pinned keys; changes nothing.
 
         `incoming` are the keys that room is made for (ARC's choice depends on its ghosts); the
-        first `len(incoming) - count` of them find a free slot. Without `incoming`, victims are
-        named as for `count` keys that were never seen.
+        first `len(incoming) - count` of them find a free slot. Victims beyond `len(incoming)` are
+        named as for keys that were never seen.
         Returns fewer when fewer are evictable. O(count + pinned keys passed over).
         """
 

@@ -70,6 +70,15 @@ class PolicyConformance(ABC):
         pinned = set(keys_of(*range(1, _CAPACITY)))
         assert self.full().victims(3, pinned) == keys_of(0)
 
+    def test_more_victims_than_incoming_keys_can_be_asked_for(self) -> None:
+        """One large slot takes the place of several small ones."""
+        policy = self.full()
+        ghosts = policy.victims(2, (), keys_of(90, 91))
+        policy.evict(ghosts, keys_of(90, 91))
+        policy.insert(keys_of(90, 91))
+        for incoming in (ghosts[:1], keys_of(99)):
+            assert len(policy.victims(5, (), incoming)) == 5  # noqa: PLR2004 - literally five
+
     def test_naming_victims_changes_nothing(self) -> None:
         """Asked twice, the answer is the same."""
         policy = self.full()

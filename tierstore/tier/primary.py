@@ -3,10 +3,9 @@
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import repeat
 from types import MappingProxyType
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 
@@ -25,8 +24,7 @@ _TABLE_BYTES_SLACK = 4096
 _NO_SLOT = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Reservation:
+class Reservation(NamedTuple):
     """Slots set aside for incoming chunks, and what had to go for them."""
 
     slots: IntArray
@@ -112,7 +110,9 @@ class PrimaryTier:
         if victims:
             self._slots.give(list(map(self._resident.pop, victims)))
         slots = self._slots.take(class_idx, len(keys))
-        self._arriving.update(zip(keys, slots, strict=True))
+        arriving = self._arriving
+        for key, slot in zip(keys, slots, strict=True):
+            arriving[key] = slot
         return Reservation(np.array(slots, np.int64), victims)
 
     def commit(self, keys: Sequence[OffloadKey]) -> None:
@@ -122,14 +122,14 @@ class PrimaryTier:
             ValueError: a key came twice or is not arriving.
         """
         slots = self._end_arrival("commit", keys)
-        self._resident.update(zip(keys, slots, strict=True))
-        table_bytes_max = _TABLE_BYTES_PER_KEY_MAX * len(self._resident) + _TABLE_BYTES_SLACK
-        if sys.getsizeof(self._resident) > table_bytes_max:
+        resident = self._resident
+        for key, slot in zip(keys, slots, strict=True):
+            resident[key] = slot
+        if sys.getsizeof(resident) > _TABLE_BYTES_PER_KEY_MAX * len(resident) + _TABLE_BYTES_SLACK:
             # A dict that fills up, with deleted entries too, moves to a table for three times its
             # keys; that would be most of the bytes per resident chunk.
-            resident: dict[OffloadKey, int] = {}
-            resident.update(self._resident)
-            self._resident = resident
+            self._resident = {}
+            self._resident.update(resident)
         self._policy.insert(keys)
 
     def abort(self, keys: Sequence[OffloadKey]) -> None:
