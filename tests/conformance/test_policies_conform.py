@@ -43,8 +43,8 @@ def test_key_queue_keeps_the_order_of_an_ordered_dict(seed):
         if action <= 1:
             keys = keys_of(*range(number, number + count))
             number += count
-            queue.push(keys)
-            model.update(dict.fromkeys(keys))
+            queue.push(keys, range(count))
+            model.update(zip(keys, range(count), strict=True))
         elif action == 2 and model:
             keys = draw.choices(list(model), k=count)
             queue.touch(keys)
@@ -54,14 +54,10 @@ def test_key_queue_keeps_the_order_of_an_ordered_dict(seed):
             skip = set(draw.sample(list(model)[:200], min(len(model), 20)))
             expected = [key for key in model if key not in skip][:count]
             assert queue.peek(count, skip) == expected
-            queue.discard(expected)
-            for key in expected:
-                del model[key]
+            assert queue.pop(expected) == [model.pop(key) for key in expected]
         elif model:
             keys = [*draw.sample(list(model), min(count, len(model))), *keys_of(10**9)]
-            assert queue.pop_present(keys) == keys[:-1]
-            for key in keys[:-1]:
-                del model[key]
+            assert queue.pop_present(keys) == [model.pop(key, None) for key in keys]
         assert len(queue) == len(model)
     assert list(queue) == list(model)
     assert queue.peek(len(model) + 1) == list(model)

@@ -53,7 +53,7 @@ def hit_ratio(requests, name, capacity):
                 continue
             victims = policy.victims(max(len(policy) + 1 - capacity, 0), (), [key])
             policy.evict(victims, [key])
-            policy.insert([key])
+            policy.insert([key], [0])
             resident.difference_update(victims)
             resident.add(key)
     return hit_count / asked_count

@@ -74,7 +74,7 @@ def miss(policy, capacity, keys, pinned=()):
     if len(victims) < count:
         return False
     policy.evict(victims, keys)
-    policy.insert(keys)
+    policy.insert(keys, range(len(keys)))
     return True
 
 

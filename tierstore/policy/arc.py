@@ -7,6 +7,7 @@ aims at; c is the capacity.
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 
 from tierstore.key import OffloadKey
 from tierstore.policy.key_queue import KeyQueue
@@ -42,23 +43,30 @@ class ArcPolicy:
         self._strangers: Sequence[OffloadKey] | None = None
         """The batch that `victims` found to hold no ghost, so that `evict` need not ask again."""
 
-    def insert(self, keys: Sequence[OffloadKey]) -> None:
+    def locate(self, keys: Sequence[OffloadKey]) -> list[int | None]:
+        """Return the slot of each resident key, None for others."""
+        return list(map(self._t1.table.get, keys, map(self._t2.table.get, keys)))
+
+    def insert(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
         """Add keys, in order: ghosts to T2, all others to T1; then drop the oldest ghosts."""
         if self._no_ghost_in(keys):
-            self._t1.push(keys)
+            self._t1.push(keys, slots)
             self._trim()
         else:
             steps = self._replay(keys, (len(self._t1), len(self._t2)), ([], []), 0)
-            self._b1.discard(list(steps.b1.gone))
-            self._b2.discard(list(steps.b2.gone))
-            self._t2.push(steps.hits)
-            self._t1.push(steps.strangers)
+            self._b1.pop(list(steps.b1.gone))
+            self._b2.pop(list(steps.b2.gone))
+            slot_by_key = dict(zip(keys, slots, strict=True))
+            self._t2.push(steps.hits, map(slot_by_key.__getitem__, steps.hits))
+            self._t1.push(steps.strangers, map(slot_by_key.__getitem__, steps.strangers))
         self._strangers = None
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Make resident keys the most recently used of T2, in order (case I)."""
-        if not self._t1.table.keys().isdisjoint(keys):
-            self._t2.push(self._t1.pop_present(list(dict.fromkeys(keys))))
+        t1 = self._t1.table
+        if not t1.keys().isdisjoint(keys):
+            moved = list(dict.fromkeys(filter(t1.__contains__, keys)))
+            self._t2.push(moved, self._t1.pop(moved))
         self._t2.touch(keys)
 
     def victims(
@@ -85,24 +93,28 @@ class ArcPolicy:
             found += more[len(from_t2) :]
         return found
 
-    def evict(self, keys: Sequence[OffloadKey], incoming: Sequence[OffloadKey] = ()) -> None:
+    def evict(self, keys: Sequence[OffloadKey], incoming: Sequence[OffloadKey] = ()) -> list[int]:
         """Move victims to B1 and B2, in order, and adapt p to the ghosts among `incoming`."""
-        sizes = len(self._t1), len(self._t2)
-        t1_victims = self._t1.pop_present(keys)
-        t2_victims = self._t2.pop_present(keys) if len(t1_victims) < len(keys) else []
+        t1 = self._t1.table
+        t1_victims = list(filter(t1.__contains__, keys))
+        t2_victims = [key for key in keys if key not in t1] if len(t1_victims) < len(keys) else []
         if incoming is not self._strangers and not self._no_ghost_in(incoming):
+            sizes = len(t1), len(self._t2)
             self._p = self._replay(incoming, sizes, (t1_victims, t2_victims), len(keys)).p
+        slots = self.remove(keys)
         if t1_victims:
-            self._b1.push(t1_victims)
+            self._b1.push(t1_victims, repeat(0))
         if t2_victims:
-            self._b2.push(t2_victims)
+            self._b2.push(t2_victims, repeat(0))
         self._strangers = None
+        return slots
 
-    def remove(self, keys: Sequence[OffloadKey]) -> None:
+    def remove(self, keys: Sequence[OffloadKey]) -> list[int]:
         """Remove resident keys from T1 and T2; they leave no ghost."""
-        t1_count = len(self._t1.pop_present(keys))
-        if t1_count < len(keys):
-            self._t2.pop_present(keys)
+        found = self._t1.pop_present(keys)
+        t2_keys = [key for key, slot in zip(keys, found, strict=True) if slot is None]
+        t2_slots = iter(self._t2.pop(t2_keys)) if t2_keys else iter(())
+        return [next(t2_slots) if slot is None else slot for slot in found]
 
     def clear(self) -> None:
         """Forget all keys and ghosts, and start over with p = 0."""
@@ -151,11 +163,11 @@ class ArcPolicy:
         t2_size, b2_size = len(self._t2.table), len(self._b2.table)
         b1_excess = min(t1_size + b1_size - self._c, b1_size)
         if b1_excess > 0:
-            self._b1.discard(self._b1.peek(b1_excess))
+            self._b1.pop(self._b1.peek(b1_excess))
             b1_size -= b1_excess
         b2_excess = min(t1_size + t2_size + b1_size + b2_size - 2 * self._c, b2_size)
         if b2_excess > 0:
-            self._b2.discard(self._b2.peek(b2_excess))
+            self._b2.pop(self._b2.peek(b2_excess))
 
 
 class _GhostView:

@@ -1,7 +1,7 @@
-"""An ordered set of keys, oldest first, built on a plain `dict`."""
+"""Keys with a number each, oldest first, built on a plain `dict`."""
 
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import filterfalse, islice, repeat
 
 from tierstore.key import OffloadKey
@@ -11,7 +11,6 @@ __all__ = ["KeyQueue"]
 _COLD_KEYS_MIN = 512
 _TABLE_BYTES_PER_KEY_MAX = 80
 _TABLE_BYTES_SLACK = 4096
-_ABSENT = 0
 
 
 class KeyQueue:
@@ -27,9 +26,9 @@ class KeyQueue:
     __slots__ = ("_cold", "table")
 
     def __init__(self) -> None:
-        self.table: dict[OffloadKey, int | None] = {}
+        self.table: dict[OffloadKey, int] = {}
         """To be read only, and anew after every change: compaction puts another in its place."""
-        self._cold: dict[OffloadKey, int | None] = {}
+        self._cold: dict[OffloadKey, int] = {}
         """The first keys of `table` in their order, or nothing: a short table to scan."""
 
     def __len__(self) -> int:
@@ -41,11 +40,9 @@ class KeyQueue:
     def __iter__(self) -> Iterator[OffloadKey]:
         return iter(self.table)
 
-    def push(self, keys: Sequence[OffloadKey]) -> None:
+    def push(self, keys: Sequence[OffloadKey], numbers: Iterable[int]) -> None:
         """Append keys that are not in the queue, in order, as the youngest."""
-        table = self.table
-        for key in keys:
-            table[key] = None
+        self.table.update(zip(keys, numbers))  # noqa: B905 - ghosts give an endless iterable
         self._compact()
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
@@ -57,25 +54,19 @@ class KeyQueue:
             self._forget_cold(keys)
         self._compact()
 
-    def discard(self, keys: Sequence[OffloadKey]) -> None:
-        """Remove distinct keys of the queue."""
-        table = self.table
-        for key in keys:
-            del table[key]
+    def pop(self, keys: Sequence[OffloadKey]) -> list[int]:
+        """Remove distinct keys of the queue; return their numbers."""
+        numbers = list(map(self.table.pop, keys))
         if self._cold:
             self._forget_cold(keys)
+        return numbers
 
-    def pop_present(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Remove those of the distinct keys that are in the queue; return them in order."""
-        found = list(map(self.table.pop, keys, repeat(_ABSENT)))
-        present_count = found.count(None)
-        if not present_count:
-            return []
+    def pop_present(self, keys: Sequence[OffloadKey]) -> list[int | None]:
+        """Remove those of the distinct keys that are in the queue; None stands for the others."""
+        numbers: list[int | None] = list(map(self.table.pop, keys, repeat(None)))
         if self._cold:
             self._forget_cold(keys)
-        if present_count == len(keys):
-            return list(keys)
-        return [key for key, value in zip(keys, found, strict=True) if value is None]
+        return numbers
 
     def peek(self, count: int, skip: Collection[OffloadKey] = ()) -> list[OffloadKey]:
         """Return the `count` oldest keys that are not in `skip`, fewer if there are fewer.
@@ -91,7 +82,7 @@ class KeyQueue:
                 return found
             # The next look is for as many keys at least, so a large request pays for one scan.
             size = max(_COLD_KEYS_MIN, len(self.table) >> 8, 8 * count, 2 * len(self._cold))
-            self._cold = dict.fromkeys(islice(self.table, size))
+            self._cold = dict.fromkeys(islice(self.table, size), 0)
 
     def clear(self) -> None:
         """Remove all keys."""
@@ -107,4 +98,6 @@ class KeyQueue:
     def _compact(self) -> None:
         table_bytes_max = _TABLE_BYTES_PER_KEY_MAX * len(self.table) + _TABLE_BYTES_SLACK
         if sys.getsizeof(self.table) > table_bytes_max:
-            self.table = dict.fromkeys(self.table)
+            old = self.table
+            self.table = {}
+            self.table.update(old)

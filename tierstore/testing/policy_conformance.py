@@ -34,7 +34,7 @@ class PolicyConformance(ABC):
     def full(self) -> EvictionPolicy:
         """Return a policy over the keys 0 to 7, its capacity, inserted in this order."""
         policy = self.make(_CAPACITY)
-        policy.insert(keys_of(*range(_CAPACITY)))
+        policy.insert(keys_of(*range(_CAPACITY)), range(_CAPACITY))
         return policy
 
     def test_new_policy_names_no_victim(self) -> None:
@@ -74,8 +74,8 @@ class PolicyConformance(ABC):
         """One large slot takes the place of several small ones."""
         policy = self.full()
         ghosts = policy.victims(2, (), keys_of(90, 91))
-        policy.evict(ghosts, keys_of(90, 91))
-        policy.insert(keys_of(90, 91))
+        slots = policy.evict(ghosts, keys_of(90, 91))
+        policy.insert(keys_of(90, 91), slots)
         for incoming in (ghosts[:1], keys_of(99)):
             assert len(policy.victims(5, (), incoming)) == 5  # noqa: PLR2004 - literally five
 
@@ -90,20 +90,19 @@ class PolicyConformance(ABC):
         """A ghost is not resident."""
         policy = self.full()
         victims = policy.victims(2, (), keys_of(90, 91))
-        policy.evict(victims, keys_of(90, 91))
-        policy.insert(keys_of(90, 91))
+        slots = policy.evict(victims, keys_of(90, 91))
+        policy.insert(keys_of(90, 91), slots)
         assert len(policy) == _CAPACITY
         assert not set(victims) & set(policy.victims(_CAPACITY, ()))
         others = policy.victims(2, (), victims)
-        policy.evict(others, victims)
-        policy.insert(victims)
+        policy.insert(victims, policy.evict(others, victims))
         assert set(victims) <= set(policy.victims(_CAPACITY, ()))
 
     def test_removed_keys_are_gone(self) -> None:
         """Removal takes keys from any place in the order."""
         policy = self.full()
         policy.touch(keys_of(4))
-        policy.remove(keys_of(4, 0, 6))
+        assert policy.remove(keys_of(4, 0, 6)) == [4, 0, 6]
         assert sorted(policy.victims(_CAPACITY, ())) == keys_of(1, 2, 3, 5, 7)
 
     def test_clear_forgets_everything(self) -> None:
@@ -112,7 +111,7 @@ class PolicyConformance(ABC):
         policy.evict(policy.victims(3, ()))
         policy.clear()
         assert len(policy) == 0
-        policy.insert(keys_of(3, 2, 1))
+        policy.insert(keys_of(3, 2, 1), [0, 1, 2])
         assert policy.victims(3, ()) == keys_of(3, 2, 1)
 
     def test_victims_are_distinct_resident_unpinned_and_as_many_as_possible(self) -> None:
@@ -139,24 +138,25 @@ class PolicyConformance(ABC):
 def _compare_with_a_set(
     policy: EvictionPolicy, batches: Sequence[tuple[str, list[int], set[int]]]
 ) -> None:
-    resident: set[OffloadKey] = set()
+    resident: dict[OffloadKey, int] = {}
     for action, numbers, pinned_numbers in batches:
         keys, pinned = keys_of(*numbers), set(keys_of(*pinned_numbers))
         hits = [key for key in keys if key in resident]
         if action == "remove":
-            policy.remove(hits)
-            resident -= set(hits)
+            assert policy.remove(hits) == [resident.pop(key) for key in hits]
             continue
         policy.touch(hits)
         misses = [key for key in keys if key not in resident]
         count = max(len(resident) + len(misses) - _CAPACITY, 0)
         victims = policy.victims(count, pinned, misses)
         assert len(set(victims)) == len(victims)
-        assert set(victims) <= resident - pinned
-        assert len(victims) == min(count, len(resident - pinned))
+        assert set(victims) <= resident.keys() - pinned
+        assert len(victims) == min(count, len(resident.keys() - pinned))
         if len(victims) == count:
-            policy.evict(victims, misses)
-            policy.insert(misses)
-            resident = (resident - set(victims)) | set(misses)
+            slots = policy.evict(victims, misses)
+            assert slots == [resident.pop(key) for key in victims]
+            policy.insert(misses, numbers[: len(misses)])
+            resident.update(zip(misses, numbers, strict=False))
         assert len(policy) == len(resident)
-        assert set(policy.victims(2 * _CAPACITY, ())) == resident
+        assert set(policy.victims(2 * _CAPACITY, ())) == resident.keys()
+        assert policy.locate([*resident, *keys_of(99)]) == [*resident.values(), None]
