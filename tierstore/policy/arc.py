@@ -95,26 +95,24 @@ class ArcPolicy:
 
     def evict(self, keys: Sequence[OffloadKey], incoming: Sequence[OffloadKey] = ()) -> list[int]:
         """Move victims to B1 and B2, in order, and adapt p to the ghosts among `incoming`."""
-        t1 = self._t1.table
-        t1_victims = list(filter(t1.__contains__, keys))
-        t2_victims = [key for key in keys if key not in t1] if len(t1_victims) < len(keys) else []
+        sizes = len(self._t1.table), len(self._t2.table)
+        slots, t2_victims = self._pop(keys)
+        t1_victims = keys
+        if t2_victims:
+            gone = set(t2_victims)
+            t1_victims = [key for key in keys if key not in gone]
         if incoming is not self._strangers and not self._no_ghost_in(incoming):
-            sizes = len(t1), len(self._t2)
             self._p = self._replay(incoming, sizes, (t1_victims, t2_victims), len(keys)).p
-        slots = self.remove(keys)
+        self._strangers = None
         if t1_victims:
             self._b1.push(t1_victims, repeat(0))
         if t2_victims:
             self._b2.push(t2_victims, repeat(0))
-        self._strangers = None
         return slots
 
     def remove(self, keys: Sequence[OffloadKey]) -> list[int]:
         """Remove resident keys from T1 and T2; they leave no ghost."""
-        found = self._t1.pop_present(keys)
-        t2_keys = [key for key, slot in zip(keys, found, strict=True) if slot is None]
-        t2_slots = iter(self._t2.pop(t2_keys)) if t2_keys else iter(())
-        return [next(t2_slots) if slot is None else slot for slot in found]
+        return self._pop(keys)[0]
 
     def clear(self) -> None:
         """Forget all keys and ghosts, and start over with p = 0."""
@@ -126,6 +124,16 @@ class ArcPolicy:
     def __len__(self) -> int:
         return len(self._t1) + len(self._t2)
 
+    def _pop(self, keys: Sequence[OffloadKey]) -> tuple[list[int], list[OffloadKey]]:
+        """Remove keys from T1 and T2; return their slots, and those keys that were in T2."""
+        found = self._t1.pop_present(keys)
+        slots = [slot for slot in found if slot is not None]
+        if len(slots) == len(keys):
+            return slots, []
+        t2_keys = [key for key, slot in zip(keys, found, strict=True) if slot is None]
+        t2_slots = iter(self._t2.pop(t2_keys))
+        return [next(t2_slots) if slot is None else slot for slot in found], t2_keys
+
     def _no_ghost_in(self, keys: Sequence[OffloadKey]) -> bool:
         b1, b2 = self._b1.table, self._b2.table
         return (not b1 or b1.keys().isdisjoint(keys)) and (not b2 or b2.keys().isdisjoint(keys))
@@ -134,7 +142,7 @@ class ArcPolicy:
         self,
         incoming: Sequence[OffloadKey],
         sizes: tuple[int, int],
-        cold: tuple[list[OffloadKey], list[OffloadKey]],
+        cold: tuple[Sequence[OffloadKey], Sequence[OffloadKey]],
         count: int,
     ) -> "_Replay":
         """Go through misses that include ghosts; the last `count` of them evict.
@@ -159,15 +167,15 @@ class ArcPolicy:
         return steps
 
     def _trim(self) -> None:
-        t1_size, b1_size = len(self._t1.table), len(self._b1.table)
-        t2_size, b2_size = len(self._t2.table), len(self._b2.table)
-        b1_excess = min(t1_size + b1_size - self._c, b1_size)
-        if b1_excess > 0:
-            self._b1.pop(self._b1.peek(b1_excess))
-            b1_size -= b1_excess
-        b2_excess = min(t1_size + t2_size + b1_size + b2_size - 2 * self._c, b2_size)
-        if b2_excess > 0:
-            self._b2.pop(self._b2.peek(b2_excess))
+        b1_size, b2_size = len(self._b1.table), len(self._b2.table)
+        l1_size = len(self._t1.table) + b1_size
+        if l1_size > self._c and b1_size:
+            excess = min(l1_size - self._c, b1_size)
+            self._b1.pop(self._b1.peek(excess))
+            l1_size -= excess
+        excess = l1_size + len(self._t2.table) + b2_size - 2 * self._c
+        if excess > 0 and b2_size:
+            self._b2.pop(self._b2.peek(min(excess, b2_size)))
 
 
 class _GhostView:

@@ -1,8 +1,8 @@
 """Keys with a number each, oldest first, built on a plain `dict`."""
 
-import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import filterfalse, islice, repeat
+from itertools import filterfalse, islice
+from sys import getsizeof
 
 from tierstore.key import OffloadKey
 
@@ -42,8 +42,11 @@ class KeyQueue:
 
     def push(self, keys: Sequence[OffloadKey], numbers: Iterable[int]) -> None:
         """Append keys that are not in the queue, in order, as the youngest."""
-        self.table.update(zip(keys, numbers))  # noqa: B905 - ghosts give an endless iterable
-        self._compact()
+        table = self.table
+        for key, number in zip(keys, numbers):  # noqa: B905 - ghosts give an endless iterable
+            table[key] = number
+        if getsizeof(table) > _TABLE_BYTES_PER_KEY_MAX * len(table) + _TABLE_BYTES_SLACK:
+            self._compact()
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Make keys of the queue its youngest, in order; a key's last place in `keys` counts."""
@@ -52,21 +55,24 @@ class KeyQueue:
             table[key] = table.pop(key)
         if self._cold:
             self._forget_cold(keys)
-        self._compact()
+        if getsizeof(table) > _TABLE_BYTES_PER_KEY_MAX * len(table) + _TABLE_BYTES_SLACK:
+            self._compact()
 
     def pop(self, keys: Sequence[OffloadKey]) -> list[int]:
         """Remove distinct keys of the queue; return their numbers."""
-        numbers = list(map(self.table.pop, keys))
-        if self._cold:
-            self._forget_cold(keys)
-        return numbers
+        table, cold = self.table, self._cold
+        if cold:
+            for key in keys:
+                cold.pop(key, None)
+        return [table.pop(key) for key in keys]
 
     def pop_present(self, keys: Sequence[OffloadKey]) -> list[int | None]:
         """Remove those of the distinct keys that are in the queue; None stands for the others."""
-        numbers: list[int | None] = list(map(self.table.pop, keys, repeat(None)))
-        if self._cold:
-            self._forget_cold(keys)
-        return numbers
+        table, cold = self.table, self._cold
+        if cold:
+            for key in keys:
+                cold.pop(key, None)
+        return [table.pop(key, None) for key in keys]
 
     def peek(self, count: int, skip: Collection[OffloadKey] = ()) -> list[OffloadKey]:
         """Return the `count` oldest keys that are not in `skip`, fewer if there are fewer.
@@ -96,8 +102,6 @@ class KeyQueue:
                 cold.pop(key, None)
 
     def _compact(self) -> None:
-        table_bytes_max = _TABLE_BYTES_PER_KEY_MAX * len(self.table) + _TABLE_BYTES_SLACK
-        if sys.getsizeof(self.table) > table_bytes_max:
-            old = self.table
-            self.table = {}
-            self.table.update(old)
+        old = self.table
+        self.table = {}
+        self.table.update(old)

@@ -55,6 +55,7 @@ class PrimaryTier:
                 f"group; give {largest} bytes or, better, some thousand times as much"
             )
         self._group_class = [sizes.index(size) if size else -1 for size in slot_bytes]
+        self._class_count = len(sizes)
         self._slots: UniformSlots | SlabSlots = (
             SlabSlots(config.capacity_bytes, sizes)
             if len(sizes) > 1
@@ -94,16 +95,20 @@ class PrimaryTier:
         class_idx = self._group_class[group_idx]
         if class_idx < 0:
             raise ValueError(f"reserve: group {group_idx} is not cached")
-        self._require_distinct("reserve", keys)
-        if self._policy.locate(keys).count(None) != len(keys):
+        count = len(keys)
+        if len(set(keys)) != count:
+            _refuse("reserve", "came twice", keys, lambda key: keys.count(key) > 1)
+        if self._policy.locate(keys).count(None) != count:
             _refuse("reserve", "is resident", keys, self._is_resident)
         if self._arriving and not self._arriving.keys().isdisjoint(keys):
             _refuse("reserve", "is arriving", keys, self._arriving.__contains__)
         victims = self._choose_victims(class_idx, keys)
         if victims is None:
             return None
-        self._slots.give(self._policy.evict(victims, keys))
-        slots = self._slots.take(class_idx, len(keys))
+        slots = self._policy.evict(victims, keys)
+        if self._class_count > 1 or len(slots) < count:
+            self._slots.give(slots)
+            slots = self._slots.take(class_idx, count)
         arriving = self._arriving
         for key, slot in zip(keys, slots, strict=True):
             arriving[key] = slot
