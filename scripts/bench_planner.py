@@ -1,18 +1,22 @@
-"""Measure the primary tier's calls: microseconds per chunk, bytes per resident chunk.
+"""Measure the primary tier's calls: microseconds per chunk, and bytes per resident chunk.
 
-Every figure is the median of five runs over a full tier. Requests are random contiguous runs of
-chunks that were stored together, as the prefixes of an engine's requests are.
+The tier is full, so every new chunk evicts one. Requests are runs of chunks that were stored
+together, as the prefixes of an engine's requests are; keys have 44 bytes. Every figure is the
+median of five runs, with the fastest and the slowest beside it.
+
+    locate              where the chunks of a resident request are
+    new                 reserve + commit of chunks never seen
+    returning           reserve + commit of chunks that were evicted before (ghosts of ARC)
+    pin+unpin+touch     of a resident request
 """
 
 import argparse
 import os
 import platform
-import random
 import statistics
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
-from itertools import count
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from tierstore.config import PrimaryConfig
@@ -22,17 +26,19 @@ from tierstore.tier.primary import PrimaryTier
 
 REQUEST_SIZES = (1, 16, 256, 4096)
 RUN_COUNT = 5
-CALLS_PER_RUN_CHUNKS = 50_000
+RUN_CHUNKS = 8192
+FILL_SIZE = 256
 KEY_PREFIX = b"namespac\0\0\0\0"
 
-Eviction = Literal["lru", "arc"]
-_numbers = count()
+Requests = list[list[OffloadKey]]
 
 
-def make_keys(key_count: int) -> list[OffloadKey]:
-    """Return new keys of 44 bytes in a random, repeatable order of hash."""
-    numbers = [next(_numbers) for _ in range(key_count)]
-    return [OffloadKey(KEY_PREFIX + random.Random(n).randbytes(32)) for n in numbers]  # noqa: S311
+def new_requests(size: int, chunk_count: int) -> Requests:
+    """Return requests with keys that were never seen."""
+    return [
+        [OffloadKey(KEY_PREFIX + os.urandom(32)) for _ in range(size)]
+        for _ in range(max(1, chunk_count // size))
+    ]
 
 
 def store(tier: PrimaryTier, keys: Sequence[OffloadKey]) -> None:
@@ -42,96 +48,95 @@ def store(tier: PrimaryTier, keys: Sequence[OffloadKey]) -> None:
     tier.commit(keys)
 
 
-def fill(tier: PrimaryTier, chunk_count: int) -> list[OffloadKey]:
-    """Turn the whole tier over twice, so that tables and ghosts are in their steady state."""
-    keys: list[OffloadKey] = []
-    for _ in range(0, 2 * chunk_count, 256):
-        request = make_keys(256)
-        store(tier, request)
-        keys += request
-    return keys[-chunk_count:]
+def fill(tier: PrimaryTier, chunk_count: int) -> Requests:
+    """Store so many new chunks; touch every other request once, so that ARC fills both lists."""
+    requests = new_requests(FILL_SIZE, chunk_count)
+    for number, keys in enumerate(requests):
+        store(tier, keys)
+        if number % 2:
+            tier.touch(keys)
+    return requests
 
 
-def median_us(
-    requests: Callable[[], Iterator[list[OffloadKey]]],
-    call: Callable[[list[OffloadKey]], None],
-) -> float:
-    """Return the median over runs of the time per chunk."""
-    figures = []
-    for _ in range(RUN_COUNT):
-        batches = list(requests())
-        start = time.perf_counter()
-        for batch in batches:
-            call(batch)
-        seconds = time.perf_counter() - start
-        figures.append(seconds / sum(map(len, batches)) * 1e6)
-    return statistics.median(figures)
+class Bench:
+    """One tier in its steady state."""
+
+    def __init__(self, eviction: Literal["lru", "arc"], chunk_count: int) -> None:
+        self._chunk_count = chunk_count
+        config = PrimaryConfig(capacity_bytes=chunk_count * PAGE_BYTES, eviction=eviction)
+        tracemalloc.start()
+        self._tier = PrimaryTier(config, [PAGE_BYTES])
+        fill(self._tier, 2 * chunk_count)
+        self.bytes_per_chunk = tracemalloc.get_traced_memory()[0] / chunk_count
+        tracemalloc.stop()
+
+    def row(self, size: int) -> dict[str, list[float]]:
+        """Return the times of all runs per figure, in microseconds per chunk."""
+        tier = self._tier
+        figures: dict[str, list[float]] = {}
+        for _ in range(RUN_COUNT):
+            fill(tier, self._chunk_count // 4)
+            known = self._resident(size)
+            for name, call, requests in (
+                ("locate", tier.locate, known),
+                ("pin+unpin+touch", self._pin_unpin_touch, known),
+                ("new", self._store, new_requests(size, RUN_CHUNKS)),
+                ("returning", self._store, self._evicted(size)),
+            ):
+                figures.setdefault(name, []).append(time_us(call, requests))
+        problems = tier.check()
+        if problems:
+            raise RuntimeError("; ".join(problems))
+        return figures
+
+    def _store(self, keys: list[OffloadKey]) -> None:
+        store(self._tier, keys)
+
+    def _pin_unpin_touch(self, keys: list[OffloadKey]) -> None:
+        self._tier.pin(keys)
+        self._tier.unpin(keys)
+        self._tier.touch(keys)
+
+    def _resident(self, size: int) -> Requests:
+        # From the middle of the order: neither just stored nor about to go.
+        middle = self._tier.coldest(self._chunk_count * 3 // 4)[-RUN_CHUNKS:]
+        return [middle[first : first + size] for first in range(0, len(middle), size)]
+
+    def _evicted(self, size: int) -> Requests:
+        leaving = self._tier.coldest(RUN_CHUNKS)
+        for keys in new_requests(FILL_SIZE, 2 * RUN_CHUNKS):
+            store(self._tier, keys)
+        slots = self._tier.locate(leaving)
+        gone = [key for key, slot in zip(leaving, slots, strict=True) if slot is None]
+        return [gone[first : first + size] for first in range(0, len(gone), size)]
 
 
-def bench(eviction: Eviction, chunk_count: int) -> None:
-    """Print one table."""
-    tracemalloc.start()
-    config = PrimaryConfig(capacity_bytes=chunk_count * PAGE_BYTES, eviction=eviction)
-    tier = PrimaryTier(config, [PAGE_BYTES])
-    resident = fill(tier, chunk_count)
-    held_by_bench = len(resident) * 8
-    bytes_per_chunk = (tracemalloc.get_traced_memory()[0] - held_by_bench) / chunk_count
-    tracemalloc.stop()
-    print(f"\n{eviction}: {chunk_count} resident chunks, {bytes_per_chunk:.0f} bytes per chunk")
-    print(f"{'chunks per call':>16} {'locate':>8} {'reserve+commit':>15} {'same, ghosts':>13}", end="")
-    print(f" {'pin+unpin+touch':>16}   us per chunk")
-
-    def pin_unpin_touch(keys: list[OffloadKey]) -> None:
-        tier.pin(keys)
-        tier.unpin(keys)
-        tier.touch(keys)
-
-    for size in REQUEST_SIZES:
-        call_count = max(3, CALLS_PER_RUN_CHUNKS // size)
-
-        def known(size: int = size, call_count: int = call_count) -> Iterator[list[OffloadKey]]:
-            for _ in range(call_count):
-                first = random.randrange(len(resident) - size)  # noqa: S311 - no secret
-                yield resident[first : first + size]
-
-        def fresh(size: int = size, call_count: int = call_count) -> Iterator[list[OffloadKey]]:
-            for _ in range(call_count):
-                request = make_keys(size)
-                recent.extend(request)
-                yield request
-
-        def returning(size: int = size, call_count: int = call_count) -> Iterator[list[OffloadKey]]:
-            for first in range(0, min(call_count * size, len(resident) // 8), size):
-                yield resident[first : first + size]
-            del resident[: len(resident) // 8]
-
-        recent: list[OffloadKey] = []
-        figures = [
-            median_us(known, tier.locate),  # type: ignore[arg-type]
-            0.0,
-            0.0,
-            median_us(known, pin_unpin_touch),
-        ]
-        figures[1] = median_us(fresh, lambda keys: store(tier, keys))
-        resident = recent[-chunk_count:] if len(recent) >= chunk_count else fill(tier, chunk_count)
-        evicted = fill(tier, chunk_count // 2)
-        del evicted
-        print(f"{size:16} {figures[0]:8.3f} {figures[1]:15.3f} {'':>13} {figures[3]:16.3f}")
-        resident = fill(tier, chunk_count)
-    problems = tier.check()
-    print("check:", problems or "sound")
+def time_us(call: Callable[[list[OffloadKey]], object], requests: Requests) -> float:
+    """Return the microseconds per chunk of one run over all requests."""
+    start = time.perf_counter()
+    for keys in requests:
+        call(keys)
+    return (time.perf_counter() - start) / sum(map(len, requests)) * 1e6
 
 
 def main() -> None:
     """Run as a script."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--chunks", type=int, default=100_000, help="resident chunks")
-    parser.add_argument("--eviction", choices=["lru", "arc"], action="append")
+    parser.add_argument("--eviction", choices=["lru", "arc"], nargs="+", default=["lru", "arc"])
     arguments = parser.parse_args()
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, ", end="")
-    print(f"Python {platform.python_version()}")
-    for eviction in arguments.eviction or ["lru", "arc"]:
-        bench(eviction, arguments.chunks)
+    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
+    for eviction in arguments.eviction:
+        bench = Bench(eviction, arguments.chunks)
+        print(f"\n{eviction}: {arguments.chunks} chunks, {bench.bytes_per_chunk:.0f} bytes each")
+        for size in REQUEST_SIZES:
+            print(f"{size:5} per call", end="")
+            for name, times in bench.row(size).items():
+                median, low, high = statistics.median(times), min(times), max(times)
+                print(f" | {name} {median:.3f} ({low:.3f}-{high:.3f})", end="")
+            print(" us per chunk")
 
 
 if __name__ == "__main__":

@@ -64,10 +64,13 @@ class ArcPolicy:
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Make resident keys the most recently used of T2, in order (case I)."""
         t1 = self._t1.table
-        if not t1.keys().isdisjoint(keys):
-            moved = list(dict.fromkeys(filter(t1.__contains__, keys)))
+        moved = list(filter(t1.__contains__, keys)) if t1 else []
+        if moved:
+            moved = list(dict.fromkeys(moved))
             self._t2.push(moved, self._t1.pop(moved))
-        self._t2.touch(keys)
+        if len(moved) < len(keys):
+            # The moved keys too: they take their turn between those that were in T2 before.
+            self._t2.touch(keys)
 
     def victims(
         self,

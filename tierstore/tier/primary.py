@@ -96,7 +96,7 @@ class PrimaryTier:
         if class_idx < 0:
             raise ValueError(f"reserve: group {group_idx} is not cached")
         count = len(keys)
-        if len(set(keys)) != count:
+        if count > 1 and len(set(keys)) != count:
             _refuse("reserve", "came twice", keys, lambda key: keys.count(key) > 1)
         if self._policy.locate(keys).count(None) != count:
             _refuse("reserve", "is resident", keys, self._is_resident)
@@ -256,7 +256,7 @@ class PrimaryTier:
 
     def _end_arrival(self, what: str, keys: Sequence[OffloadKey]) -> list[int]:
         arriving = self._arriving
-        slots = list(map(arriving.pop, keys, repeat(_NO_SLOT)))
+        slots = [arriving.pop(key, _NO_SLOT) for key in keys]
         if _NO_SLOT in slots:
             # Put them back before naming the key: a repeated key popped its slot only once.
             popped = zip(keys, slots, strict=True)
