@@ -8,6 +8,7 @@ aims at; c is the capacity.
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
+from typing import NamedTuple
 
 from tierstore.key import OffloadKey
 from tierstore.policy.key_queue import KeyQueue
@@ -40,12 +41,17 @@ class ArcPolicy:
         self._t2 = KeyQueue()
         self._b1 = KeyQueue()
         self._b2 = KeyQueue()
-        self._strangers: Sequence[OffloadKey] | None = None
-        """The batch that `victims` found to hold no ghost, so that `evict` need not ask again."""
+        self._plan: _Plan | None = None
+        """What `victims` found out, for the `evict` that follows at once."""
 
     def locate(self, keys: Sequence[OffloadKey]) -> list[int | None]:
         """Return the slot of each resident key, None for others."""
-        return list(map(self._t1.table.get, keys, map(self._t2.table.get, keys)))
+        first, second = self._t2.table, self._t1.table
+        if keys and keys[0] in second:
+            # The chunks of a request were mostly used together: one list has them all.
+            first, second = second, first
+        slots: list[int | None] = list(map(first.get, keys))
+        return list(map(second.get, keys, slots)) if None in slots else slots
 
     def insert(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
         """Add keys, in order: ghosts to T2, all others to T1; then drop the oldest ghosts."""
@@ -59,10 +65,11 @@ class ArcPolicy:
             slot_by_key = dict(zip(keys, slots, strict=True))
             self._t2.push(steps.hits, map(slot_by_key.__getitem__, steps.hits))
             self._t1.push(steps.strangers, map(slot_by_key.__getitem__, steps.strangers))
-        self._strangers = None
+        self._plan = None
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Make resident keys the most recently used of T2, in order (case I)."""
+        self._plan = None
         t1 = self._t1.table
         moved = list(filter(t1.__contains__, keys)) if t1 else []
         if moved:
@@ -79,21 +86,14 @@ class ArcPolicy:
         incoming: Sequence[OffloadKey] = (),
     ) -> list[OffloadKey]:
         """Name the keys that REPLACE takes for the last `count` of `incoming`, in order."""
-        if not self._no_ghost_in(incoming):
-            self._strangers = None
+        if self._no_ghost_in(incoming):
+            found = self._victims_for_strangers(count, pinned, len(incoming))
+            self._plan = _Plan(incoming, found, self._p)
+        else:
             cold = self._t1.peek(count, pinned), self._t2.peek(count, pinned)
-            sizes = len(self._t1), len(self._t2)
-            return self._replay(incoming, sizes, cold, count).victims
-        self._strangers = incoming
-        # Keys without a ghost leave p alone, and each makes T1 grow by one: REPLACE takes from T2
-        # until |T1| > p, from then on from T1, whose size then stays.
-        t1_size = len(self._t1.table) + max(len(incoming) - count, 0)
-        t2_turns = min(int(self._p) + 1 - t1_size, count)
-        from_t2 = self._t2.peek(t2_turns, pinned) if t2_turns > 0 else []
-        found = from_t2 + self._t1.peek(count - len(from_t2), pinned)
-        if len(found) < count:
-            more = self._t2.peek(count - len(found) + len(from_t2), pinned)
-            found += more[len(from_t2) :]
+            steps = self._replay(incoming, (len(self._t1), len(self._t2)), cold, count)
+            found = steps.victims
+            self._plan = _Plan(incoming, found, steps.p)
         return found
 
     def evict(self, keys: Sequence[OffloadKey], incoming: Sequence[OffloadKey] = ()) -> list[int]:
@@ -104,9 +104,12 @@ class ArcPolicy:
         if t2_victims:
             gone = set(t2_victims)
             t1_victims = [key for key in keys if key not in gone]
-        if incoming is not self._strangers and not self._no_ghost_in(incoming):
+        plan = self._plan
+        if plan is not None and plan.incoming is incoming and plan.victims is keys:
+            self._p = plan.p
+        elif not self._no_ghost_in(incoming):
             self._p = self._replay(incoming, sizes, (t1_victims, t2_victims), len(keys)).p
-        self._strangers = None
+        self._plan = None
         if t1_victims:
             self._b1.push(t1_victims, repeat(0))
         if t2_victims:
@@ -115,6 +118,7 @@ class ArcPolicy:
 
     def remove(self, keys: Sequence[OffloadKey]) -> list[int]:
         """Remove resident keys from T1 and T2; they leave no ghost."""
+        self._plan = None
         return self._pop(keys)[0]
 
     def clear(self) -> None:
@@ -122,10 +126,24 @@ class ArcPolicy:
         for keys in (self._t1, self._t2, self._b1, self._b2):
             keys.clear()
         self._p = 0.0
-        self._strangers = None
+        self._plan = None
 
     def __len__(self) -> int:
         return len(self._t1) + len(self._t2)
+
+    def _victims_for_strangers(
+        self, count: int, pinned: Collection[OffloadKey], incoming_count: int
+    ) -> list[OffloadKey]:
+        # Keys without a ghost leave p alone, and each makes T1 grow by one: REPLACE takes from T2
+        # until |T1| > p, from then on from T1, whose size then stays.
+        t1_size = len(self._t1.table) + max(incoming_count - count, 0)
+        t2_turns = min(int(self._p) + 1 - t1_size, count)
+        from_t2 = self._t2.peek(t2_turns, pinned) if t2_turns > 0 else []
+        found = from_t2 + self._t1.peek(count - len(from_t2), pinned)
+        if len(found) < count:
+            more = self._t2.peek(count - len(found) + len(from_t2), pinned)
+            found += more[len(from_t2) :]
+        return found
 
     def _pop(self, keys: Sequence[OffloadKey]) -> tuple[list[int], list[OffloadKey]]:
         """Remove keys from T1 and T2; return their slots, and those keys that were in T2."""
@@ -179,6 +197,14 @@ class ArcPolicy:
         excess = l1_size + len(self._t2.table) + b2_size - 2 * self._c
         if excess > 0 and b2_size:
             self._b2.pop(self._b2.peek(min(excess, b2_size)))
+
+
+class _Plan(NamedTuple):
+    """The victims that were named for a batch of misses, and p after it."""
+
+    incoming: Sequence[OffloadKey]
+    victims: Sequence[OffloadKey]
+    p: float
 
 
 class _GhostView:

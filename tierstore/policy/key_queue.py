@@ -9,6 +9,7 @@ from tierstore.key import OffloadKey
 __all__ = ["KeyQueue"]
 
 _COLD_KEYS_MIN = 512
+_COLD_COUNT_MAX = 1024
 _TABLE_BYTES_PER_KEY_MAX = 80
 _TABLE_BYTES_SLACK = 4096
 
@@ -81,6 +82,9 @@ class KeyQueue:
         """
         if count <= 0:
             return []
+        if count > _COLD_COUNT_MAX:
+            # Enough keys to pay for the scan; a cold end for them would be as slow to scan itself.
+            return list(islice(filterfalse(skip.__contains__, self.table), count))
         while True:
             oldest = filterfalse(skip.__contains__, self._cold) if skip else self._cold
             found = list(islice(oldest, count))
