@@ -18,7 +18,7 @@ class KeyQueue:
     """Keys in order of their last use. No lock; the caller keeps the preconditions.
 
     A `dict` keeps the order of insertion, and deleting and inserting a key again makes it the
-    youngest. That is a third of the memory of an `OrderedDict`, with two catches that are handled
+    youngest. That is half the memory of an `OrderedDict` or less, with two catches that are handled
     here: deleted entries stay in the table until it is rebuilt, so looking at the oldest key scans
     all that were evicted since (hence `_cold`), and a table that fills up is replaced by one for
     three times its keys (hence `_compact`).
@@ -91,7 +91,7 @@ class KeyQueue:
             if len(found) == count or len(self._cold) == len(self.table):
                 return found
             # The next look is for as many keys at least, so a large request pays for one scan.
-            size = max(_COLD_KEYS_MIN, len(self.table) >> 8, 8 * count, 2 * len(self._cold))
+            size = max(_COLD_KEYS_MIN, len(self.table) >> 8, 16 * count, 2 * len(self._cold))
             self._cold = dict.fromkeys(islice(self.table, size), 0)
 
     def clear(self) -> None:
