@@ -31,11 +31,18 @@ def test_slab_belongs_to_one_class_until_its_last_slot_is_given_back():
     assert slots.take(1, 4) == [0, 4, 8, 12] or slots.free_count(1) == 0
 
 
+def test_few_victims_are_taken_in_vain():
+    slots = SlabSlots(4 * 4 * PAGE_BYTES, [PAGE_BYTES, 4 * PAGE_BYTES])
+    slabs = [slots.take(0, 4) for _ in range(4)]
+    order = [*(slab[0] for slab in slabs), *(slab[1] for slab in slabs), *slabs[3][2:]]
+    assert slots.choose(1, 1, order) == [0, 1, 3, 7, 8, 9]
+
+
 def test_victims_of_another_class_count_only_with_their_whole_slab():
     slots = SlabSlots(2 * 4 * PAGE_BYTES, [PAGE_BYTES, 4 * PAGE_BYTES])
     first, second = slots.take(0, 4), slots.take(0, 4)
     order = [second[0], *first, *second[1:]]
-    assert slots.choose(1, 1, order) == [1, 2, 3, 4]
+    assert slots.choose(1, 1, order) == [0, 1, 2, 3, 4]
     assert slots.choose(1, 2, order) == list(range(8))
     assert slots.choose(1, 1, first[:3]) is None
 
