@@ -99,11 +99,7 @@ class ArcPolicy:
     def evict(self, keys: Sequence[OffloadKey], incoming: Sequence[OffloadKey] = ()) -> list[int]:
         """Move victims to B1 and B2, in order, and adapt p to the ghosts among `incoming`."""
         sizes = len(self._t1.table), len(self._t2.table)
-        slots, t2_victims = self._pop(keys)
-        t1_victims = keys
-        if t2_victims:
-            gone = set(t2_victims)
-            t1_victims = [key for key in keys if key not in gone]
+        slots, t1_victims, t2_victims = self._pop(keys)
         plan = self._plan
         if plan is not None and plan.incoming is incoming and plan.victims is keys:
             self._p = plan.p
@@ -145,15 +141,23 @@ class ArcPolicy:
             found += more[len(from_t2) :]
         return found
 
-    def _pop(self, keys: Sequence[OffloadKey]) -> tuple[list[int], list[OffloadKey]]:
-        """Remove keys from T1 and T2; return their slots, and those keys that were in T2."""
-        found = self._t1.pop_present(keys)
+    def _pop(
+        self, keys: Sequence[OffloadKey]
+    ) -> tuple[list[int], Sequence[OffloadKey], Sequence[OffloadKey]]:
+        """Remove keys; return their slots, those that were in T1, and those that were in T2."""
+        in_t2_first = bool(keys) and keys[0] in self._t2.table
+        first, second = (self._t2, self._t1) if in_t2_first else (self._t1, self._t2)
+        found = first.pop_present(keys)
         slots = [slot for slot in found if slot is not None]
-        if len(slots) == len(keys):
-            return slots, []
-        t2_keys = [key for key, slot in zip(keys, found, strict=True) if slot is None]
-        t2_slots = iter(self._t2.pop(t2_keys))
-        return [next(t2_slots) if slot is None else slot for slot in found], t2_keys
+        first_keys: Sequence[OffloadKey] = keys
+        second_keys: Sequence[OffloadKey] = ()
+        if len(slots) < len(keys):
+            pairs = list(zip(keys, found, strict=True))
+            first_keys = [key for key, slot in pairs if slot is not None]
+            second_keys = [key for key, slot in pairs if slot is None]
+            second_slots = iter(second.pop(second_keys))
+            slots = [next(second_slots) if slot is None else slot for slot in found]
+        return (slots, second_keys, first_keys) if in_t2_first else (slots, first_keys, second_keys)
 
     def _no_ghost_in(self, keys: Sequence[OffloadKey]) -> bool:
         b1, b2 = self._b1.table, self._b2.table
