@@ -17,7 +17,6 @@ from tierstore.tier.catalog_schema import (
     Databases,
     PendingRow,
     RowArray,
-    SegmentRow,
     decode_records,
     split,
     wide_key,
@@ -101,7 +100,7 @@ class CatalogTxn:
         for extent in ticket.extents:
             self.space.add_extent(extent)
         good = np.ones(len(ticket.keys), bool)
-        good[list(failed)] = False
+        good[[index for index in failed if index < len(good)]] = False
         good &= not ticket.is_doomed
         kept: list[int] = np.flatnonzero(good).tolist()
         present = set(self._present([ticket.keys[index] for index in kept]))
@@ -114,6 +113,8 @@ class CatalogTxn:
             self._publish([ticket.keys[index] for index in kept], ticket.records[kept])
             payload = ticket.records["place"]["payload_bytes"][kept]
             self.space.state.payload_bytes += int(payload.sum(dtype=np.int64))
+            for segment in np.unique(ticket.records["place"]["segment"][kept]).tolist():
+                self.space.trim_segment(segment)
         if len(kept) < len(good):
             self.space.free_places(ticket.records["place"][~good])
 
@@ -207,16 +208,11 @@ class CatalogTxn:
                     releases.append((pending_id, row))
         for segment, segment_row in self.space.all_segments():
             if segment_row.is_active and judge(segment_row.owner):
-                self._adopt_segment(segment, segment_row)
+                # Never appended to: its file may be missing, and would be preallocated anew
+                # although pages of it were given back.
+                self.space.close_segment(segment)
+                self.space.trim_segment(segment)
         return releases
-
-    def _adopt_segment(self, segment: int, row: SegmentRow) -> None:
-        """Append to the segment of a dead owner, or close it."""
-        if self.space.active is None and row.rank_count == self._geometry.rank_count:
-            self.space.segment(segment).owner = self.space.owner
-            self.space.active = segment
-        else:
-            self.space.close_segment(segment)
 
     def _present(self, keys: list[OffloadKey]) -> list[OffloadKey]:
         values = map(partial(self._txn.get, db=self._databases.records), keys)

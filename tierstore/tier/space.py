@@ -191,12 +191,19 @@ class Space:
         self._free(runs)
 
     def close_segment(self, segment: int) -> None:
-        """Append no more to a segment; its unwritten tail is freed."""
-        row = self.segment(segment)
-        row.is_active = 0
+        """Append no more to a segment. Its tail stays charged until `trim_segment`."""
+        self.segment(segment).is_active = 0
         self._shrunk.add(segment)
+
+    def trim_segment(self, segment: int) -> None:
+        """Free the unwritten tail of a closed segment.
+
+        Only when no first write can follow that would preallocate the file again, after the tail
+        was given back: once a record in it was committed, or when its owner is dead.
+        """
+        row = self.segment(segment)
         tail = row.page_count - row.next_page
-        if tail and self._geometry.charges_segments:
+        if not row.is_active and tail and self._geometry.charges_segments:
             row.held_pages += tail
             row.next_page = row.page_count
             self._free(np.array([(segment, row.page_count - tail, tail)], RUN_DTYPE))
