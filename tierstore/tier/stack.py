@@ -326,7 +326,7 @@ class TierStack:
         self._doomed.update(self._primary.clear())
         self._doomed.update(self._primary.arriving)
         for secondary in self._secondaries:
-            secondary.clear()
+            secondary.forget_namespace()
 
     def check(self) -> list[str]:
         """Verify the invariants of all tiers; return the violations in words (empty: sound)."""
