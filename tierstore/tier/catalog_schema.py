@@ -12,7 +12,7 @@ Integers in values are little-endian; keys are big-endian, so that their order i
 """
 
 import struct
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
 import numpy as np
@@ -109,7 +109,7 @@ class _Row:
         return cls(*cls._LAYOUT.unpack(value))
 
     def pack(self) -> bytes:
-        return self._LAYOUT.pack(*astuple(self))  # type: ignore[call-overload]
+        return self._LAYOUT.pack(*map(self.__getattribute__, self.__match_args__))  # type: ignore[attr-defined]
 
 
 @dataclass(slots=True)
