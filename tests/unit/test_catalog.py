@@ -391,8 +391,8 @@ def test_the_catalog_agrees_with_a_model(tmp_path_factory, backend, steps):
     """
     harness = Harness(tmp_path_factory.mktemp("model"), backend=backend, capacity=4 * MIB)
     model = {}
-    for name, numbers in steps:
-        numbers = list(dict.fromkeys(numbers))
+    for name, drawn in steps:
+        numbers = list(dict.fromkeys(drawn))
         failed = range(0, len(numbers), 2) if name == "fail" else range(0)
         if name in ("store", "fail"):
             answer = harness.store(*numbers, failed=failed)
