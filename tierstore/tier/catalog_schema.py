@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.errors import CatalogError
-from tierstore.lmdb_env import Database, LmdbEnv
+from tierstore.lmdb_env import LmdbEnv
 from tierstore.record import PLACE_DTYPE
 
 __all__ = [
@@ -87,10 +87,6 @@ class Databases:
         self.extents = env.database(b"extents")
         self.segments = env.database(b"segments")
         self.pending = env.database(b"pending")
-
-    def all(self) -> dict[str, Database]:
-        """Return the handles by name."""
-        return dict(vars(self))
 
 
 class _Row:
