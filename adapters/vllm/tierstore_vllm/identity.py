@@ -14,7 +14,7 @@ from tierstore.errors import ConfigError
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["EngineIdentity", "describe_identity"]
+__all__ = ["EngineIdentity", "check_block_hashes", "describe_identity"]
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 _SAMPLE_COUNT, _SAMPLE_BYTES = 16, 4096
@@ -34,12 +34,24 @@ class EngineIdentity:
     extra: tuple[tuple[str, str], ...]
 
 
-def describe_identity(vllm_config: "VllmConfig", config: StoreConfig) -> EngineIdentity:
-    """Say what decides the bytes of a block besides its hash.
+def check_block_hashes(vllm_config: "VllmConfig", config: StoreConfig) -> None:
+    """Refuse block hashes that differ in every process where a tier shall outlive the process.
 
     Raises:
-        ConfigError: block hashes are random per process, but a tier shall outlive the process.
+        ConfigError: names the setting to change.
     """
+    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
+    if config.secondary and _hash_seed(algorithm) is None:
+        raise ConfigError(
+            f"secondary: vLLM's prefix_caching_hash_algo={algorithm!r} starts from a random seed in "
+            "every process, so nothing on disk would ever be found again; set the environment "
+            "variable PYTHONHASHSEED to a fixed number for vLLM, or use "
+            "--prefix-caching-hash-algo sha256, or configure no secondary tier"
+        )
+
+
+def describe_identity(vllm_config: "VllmConfig") -> EngineIdentity:
+    """Say what decides the bytes of a block besides its hash and the KV cache configuration."""
     from vllm import __version__ as vllm_version
 
     model = vllm_config.model_config
@@ -59,7 +71,7 @@ def describe_identity(vllm_config: "VllmConfig", config: StoreConfig) -> EngineI
         revision=_weights_digest(path) if path.is_dir() else revision,
         quantization=str(model.quantization or ""),
         hash_algorithm=algorithm,
-        hash_seed=_hash_seed(algorithm, persistent=bool(config.secondary)),
+        hash_seed=_hash_seed(algorithm) or "random",
         parallel_shape=shards,
         extra=(
             ("attention_backends", _attention_backends(vllm_config)),
@@ -71,25 +83,15 @@ def describe_identity(vllm_config: "VllmConfig", config: StoreConfig) -> EngineI
     )
 
 
-def _hash_seed(algorithm: str, *, persistent: bool) -> str:
-    """Return what vLLM's hash chain starts from.
+def _hash_seed(algorithm: str) -> str | None:
+    """Return what vLLM's hash chain starts from; None: random bytes in every process.
 
-    vLLM takes PYTHONHASHSEED if it is set; else a constant for sha256, and random bytes for xxhash,
-    which would make every record unreachable after a restart.
+    vLLM takes PYTHONHASHSEED if it is set, else a constant for sha256, and random bytes for xxhash.
     """
     seed = os.environ.get("PYTHONHASHSEED")
     if seed is not None:
         return f"PYTHONHASHSEED={seed}"
-    if not algorithm.startswith("xxhash"):
-        return ""
-    if persistent:
-        raise ConfigError(
-            f"secondary: vLLM's prefix_caching_hash_algo={algorithm!r} starts from a random seed in "
-            "every process, so nothing on disk would ever be found again; set the environment "
-            "variable PYTHONHASHSEED to a fixed number for vLLM, or use "
-            "--prefix-caching-hash-algo sha256, or configure no secondary tier"
-        )
-    return "random"
+    return None if algorithm.startswith("xxhash") else "vllm-none-hash"
 
 
 def _attention_backends(vllm_config: "VllmConfig") -> str:

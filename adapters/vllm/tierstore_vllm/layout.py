@@ -123,7 +123,7 @@ def describe_worker(
         pages_of_group.append(pages)
     _check_chunks(config, groups)
     signatures = (sorted({layer.signature for layer in pages}) for pages in pages_of_group)
-    identity = describe_identity(vllm_config, config)
+    identity = describe_identity(vllm_config)
     manifest = Manifest(
         engine=identity.engine,
         model=identity.model,
@@ -289,9 +289,10 @@ def _signature(blocks: "torch.Tensor") -> str:
     """Name the sizes of a page's dimensions from the outermost to the innermost in memory."""
     letters = "KHNC" if blocks.dim() == 5 else "abcdefgh"  # noqa: PLR2004 - block, K, H, N, C
     dims = zip(blocks.stride()[1:], letters, blocks.shape[1:], strict=False)
-    return "".join(
-        f"{letter}{size}" for _, letter, size in sorted(dims, reverse=True) if size > 1
-    ) + f"x{blocks.element_size()}"
+    return (
+        "".join(f"{letter}{size}" for _, letter, size in sorted(dims, reverse=True) if size > 1)
+        + f"x{blocks.element_size()}"
+    )
 
 
 def _canonicalize(
