@@ -1,7 +1,7 @@
 """`TierStoreConnector`: vLLM's hooks on one side, the two halves on the other.
 
-vLLM makes one connector in each worker and one beside the scheduler, perhaps in the same process; they
-share nothing but messages. The hooks only pass on. What a half raises ends here: it is logged once,
+vLLM makes one connector in each worker and one beside the scheduler, perhaps in the same process;
+they share nothing but messages. The hooks only pass on. What a half raises ends here: it is logged once,
 the half is given up, and the engine computes what it would have computed without a cache.
 """
 
@@ -15,7 +15,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
-    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -273,7 +272,7 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
             return without
         try:
             return call(self._scheduler)
-        except Exception:  # noqa: BLE001 - the outermost frame below the engine
+        except Exception:  # the outermost frame below the engine
             _logger.exception("planner failed, tierstore caches nothing from now on: hook=%s", hook)
             self._scheduler = None
             return without

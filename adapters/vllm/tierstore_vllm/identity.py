@@ -43,8 +43,8 @@ def check_block_hashes(vllm_config: "VllmConfig", config: StoreConfig) -> None:
     algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
     if config.secondary and _hash_seed(algorithm) is None:
         raise ConfigError(
-            f"secondary: vLLM's prefix_caching_hash_algo={algorithm!r} starts from a random seed in "
-            "every process, so nothing on disk would ever be found again; set the environment "
+            f"secondary: vLLM's prefix_caching_hash_algo={algorithm!r} starts from a random seed "
+            "in every process, so nothing on disk would ever be found again; set the environment "
             "variable PYTHONHASHSEED to a fixed number for vLLM, or use "
             "--prefix-caching-hash-algo sha256, or configure no secondary tier"
         )

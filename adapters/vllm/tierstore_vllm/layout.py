@@ -1,9 +1,9 @@
 """vLLM's KV caches in tierstore's words: groups, pages, byte regions.
 
-A registered layer is a view `[block, head, state, content]` (blocks perhaps split into kernel blocks)
-of one allocation that all layers share. Nothing is assumed about its strides: the pages of different
-layers may be far apart (LBHNC), adjacent (BLHNC), padded (mamba), interleaved by head (LHBNC), or
-overlay those of other groups.
+A registered layer is a view `[block, head, state, content]` (blocks perhaps split into kernel
+blocks) of one allocation that all layers share. Nothing is assumed about its strides: the pages of
+different layers may be far apart (LBHNC), adjacent (BLHNC), padded (mamba), interleaved by head
+(LHBNC), or overlay those of other groups.
 """
 
 from collections.abc import Mapping, Sequence

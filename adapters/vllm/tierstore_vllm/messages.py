@@ -1,6 +1,6 @@
 """What the two halves of the connector tell each other.
 
-    worker -> scheduler, once        WorkerHello    whose bytes these are, as the worker laid them out
+    worker -> scheduler, once        WorkerHello    whose bytes these are
     scheduler -> worker, every step  StepMetadata   commands, and the requests that wait for loads
     worker -> scheduler, every step  WorkerReport   answers, merged over the ranks by vLLM
 
@@ -26,8 +26,8 @@ __all__ = ["RankAnswer", "RankTally", "StepMetadata", "WorkerHello", "WorkerRepo
 class WorkerHello(KVConnectorHandshakeMetadata):
     """One rank's description of its KV caches.
 
-    Only the worker sees the real strides, and with per-layer specs only the worker knows the page of
-    every layer; so the manifest is made there and the scheduler adopts it.
+    Only the worker sees the real strides, and with per-layer specs only the worker knows the page
+    of every layer; so the manifest is made there and the scheduler adopts it.
     """
 
     manifest: Manifest | None
@@ -50,64 +50,92 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class RankAnswer:
-    """How far one job is over the ranks: who answered, and what failed on any of them."""
+    """What ranks have said about one job.
 
-    rank_count: int = 1
-    ok: bool = True
-    failed: dict[int, FailureReason] = field(default_factory=dict)
+    A rank answers once, or twice if reads of a load missed their deadline (see `TransferDone`):
+    first that they are late, and when they have settled how they ended.
+    """
+
+    answered_count: int
+    """Ranks that have answered at least once."""
+    settled_count: int
+    """Ranks that have nothing more to say."""
+    ok: bool
+    failed: dict[int, FailureReason]
+    """What failed for good on any rank."""
+    late: dict[int, FailureReason]
+    """What was late on any rank."""
+
+    @classmethod
+    def of(cls, done: TransferDone, *, again: bool) -> Self:
+        """Wrap one answer of one rank; `again` if the rank has answered before."""
+        late = {i: why for i, why in done.failed.items() if why is FailureReason.DEADLINE}
+        return cls(
+            answered_count=0 if again else 1,
+            settled_count=0 if late else 1,
+            ok=done.ok,
+            failed={i: why for i, why in done.failed.items() if i not in late},
+            late=late,
+        )
 
     def merge(self, other: Self) -> None:
-        """Add the answers of further ranks; a chunk that failed anywhere has failed."""
-        self.rank_count += other.rank_count
+        """Add what other ranks, or the same rank later, have said."""
+        self.answered_count += other.answered_count
+        self.settled_count += other.settled_count
         self.ok = self.ok and other.ok
-        self.failed = {**other.failed, **self.failed}
+        self.failed = other.failed | self.failed
+        self.late = other.late | self.late
 
 
 @dataclass(slots=True)
 class WorkerReport(KVConnectorWorkerMetadata):
-    """The jobs that were answered in this step, on one rank or merged over several."""
+    """The answers of one step, of one rank or merged over several."""
 
     answers: dict[JobId, RankAnswer] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, dones: list[TransferDone]) -> Self:
-        """Wrap one rank's answers."""
-        return cls({done.job_id: RankAnswer(1, done.ok, done.failed) for done in dones})
+    def add(self, job_id: JobId, answer: RankAnswer) -> None:
+        """Merge what was said about one job."""
+        known = self.answers.setdefault(job_id, answer)
+        if known is not answer:
+            known.merge(answer)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
         """Merge another rank's report of the same step into this one."""
         assert isinstance(other, WorkerReport), type(other)
-        _merge(self.answers, other.answers)
+        for job_id, answer in other.answers.items():
+            self.add(job_id, answer)
         return self
 
 
 class RankTally:
-    """Collects reports over steps until every rank has answered a job (scheduler side).
+    """Collects reports over steps until every rank has answered (scheduler side).
 
     Ranks answer in different steps. Holds one small object per job that some ranks still work on.
     """
 
     def __init__(self, rank_count: int) -> None:
         self._rank_count = rank_count
-        self._partial: dict[JobId, RankAnswer] = {}
+        self._open = WorkerReport()
+        self._late: set[JobId] = set()
+        """Jobs whose first answer was given out."""
 
     def add(self, report: WorkerReport) -> list[TransferDone]:
-        """Add one step's report; return the jobs that all ranks have answered, each once."""
-        _merge(self._partial, report.answers)
-        complete = {
-            job_id: self._partial.pop(job_id)
-            for job_id in report.answers
-            if self._partial[job_id].rank_count >= self._rank_count
-        }
-        return [
-            TransferDone(job_id=job_id, ok=answer.ok, failed=answer.failed)
-            for job_id, answer in complete.items()
-        ]
+        """Add one step's report; return the answers that now hold for all ranks.
 
-
-def _merge(into: dict[JobId, RankAnswer], answers: dict[JobId, RankAnswer]) -> None:
-    for job_id, answer in answers.items():
-        if job_id in into:
-            into[job_id].merge(answer)
-        else:
-            into[job_id] = answer
+        A job is answered once, or twice if it was late on some rank: first when every rank has
+        answered, then when every rank has settled.
+        """
+        self._open.aggregate(report)
+        dones = []
+        for job_id in report.answers:
+            total = self._open.answers[job_id]
+            if total.settled_count == self._rank_count:
+                dones.append(TransferDone(job_id=job_id, ok=total.ok, failed=total.failed))
+                del self._open.answers[job_id]
+                self._late.discard(job_id)
+            elif total.answered_count == self._rank_count and job_id not in self._late:
+                # A slot that some rank still reads into is late, whatever the others say of it.
+                failed = total.failed | total.late
+                dones.append(TransferDone(job_id=job_id, ok=False, failed=failed))
+                self._late.add(job_id)
+        return dones

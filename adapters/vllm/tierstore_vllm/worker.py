@@ -32,7 +32,7 @@ from tierstore.transfer import (
     TransferDone,
 )
 from tierstore_vllm.layout import WorkerLayout, describe_worker
-from tierstore_vllm.messages import StepMetadata, WorkerHello, WorkerReport
+from tierstore_vllm.messages import RankAnswer, StepMetadata, WorkerHello, WorkerReport
 from tierstore_vllm.stats import StatsSource, TierStoreStats
 
 if TYPE_CHECKING:
@@ -63,10 +63,10 @@ class WorkerHalf:
         self._hello = WorkerHello(None, "vLLM registered no KV caches")
         self._open_jobs: dict[JobId, Command] = {}
         self._load_requests: dict[JobId, str] = {}
-        self._failed_requests: set[str] = set()
-        self._dones: list[TransferDone] = []
-        """Answers that still have to be turned into results."""
-        self._report: list[TransferDone] = []
+        self._late_jobs: set[JobId] = set()
+        """Open jobs whose first answer said that they are late."""
+        self._results = KVConnectorTransferResults()
+        self._report = WorkerReport()
 
     def register(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         """Describe the KV caches and open the executor.
@@ -111,7 +111,8 @@ class WorkerHalf:
     def start_transfers(self, step: StepMetadata) -> None:
         """Submit everything but the offloads; take over the requests that wait for loads."""
         self._load_requests.update(step.load_requests)
-        self._failed_requests.update(step.failed_requests)
+        self._results.finished_recving.update(step.failed_requests)
+        self._results.failed_recving.update(step.failed_requests)
         self._submit(c for c in step.plan.commands if not isinstance(c, Offload))
 
     def start_offloads(self, step: StepMetadata) -> None:
@@ -132,26 +133,15 @@ class WorkerHalf:
         """Collect the answers that became known; name the loads among them by request."""
         if self._open_jobs:
             self._guard("poll", lambda executor: self._answer(executor.poll()))
-        failed, self._failed_requests = self._failed_requests, set()
-        results = KVConnectorTransferResults(
-            finished_recving=set(failed), failed_recving=set(failed)
-        )
-        dones, self._dones = self._dones, []
-        for done in dones:
-            request_id = self._load_requests.pop(done.job_id, None)
-            if request_id is not None:
-                results.finished_recving.add(request_id)
-                if not done.ok:
-                    results.failed_recving.add(request_id)
-        self._report.extend(dones)
+        results, self._results = self._results, KVConnectorTransferResults()
         return results
 
     def take_report(self) -> WorkerReport | None:
         """Return the answers for the scheduler half; None when there are none."""
-        if not self._report:
+        if not self._report.answers:
             return None
-        report, self._report = self._report, []
-        return WorkerReport.of(report)
+        report, self._report = self._report, WorkerReport()
+        return report
 
     def take_stats(self) -> TierStoreStats | None:
         """Return what was counted since the last call."""
@@ -170,8 +160,18 @@ class WorkerHalf:
 
     def _answer(self, dones: Iterable[TransferDone]) -> None:
         for done in dones:
-            if self._open_jobs.pop(done.job_id, None) is not None:
-                self._dones.append(done)
+            answer = RankAnswer.of(done, again=done.job_id in self._late_jobs)
+            self._report.add(done.job_id, answer)
+            if answer.settled_count:
+                del self._open_jobs[done.job_id]
+                self._late_jobs.discard(done.job_id)
+            else:
+                self._late_jobs.add(done.job_id)
+            request_id = self._load_requests.pop(done.job_id, None)
+            if request_id is not None:
+                self._results.finished_recving.add(request_id)
+                if not done.ok:
+                    self._results.failed_recving.add(request_id)
 
     def _guard(self, what: str, call: Callable[[TransferExecutor], None]) -> None:
         """Run one call of the executor; should it raise, go on without a cache.
@@ -183,18 +183,17 @@ class WorkerHalf:
             return
         try:
             call(self._executor)
-        except Exception:  # noqa: BLE001 - the outermost frame below the engine
+        except Exception:  # the outermost frame below the engine
             _logger.exception("executor failed, this rank caches no more: call=%s", what)
             executor, self._executor = self._executor, None
             try:
                 executor.close()
-            except Exception:  # noqa: BLE001 - as above; the executor is given up anyway
+            except Exception:  # as above; the executor is given up anyway
                 _logger.exception("executor could not be closed")
             self._fail_open_jobs()
 
     def _fail_open_jobs(self) -> None:
-        self._dones.extend(_failure(command) for command in self._open_jobs.values())
-        self._open_jobs.clear()
+        self._answer([_failure(command) for command in self._open_jobs.values()])
 
 
 def _failure(command: Command) -> TransferDone:
