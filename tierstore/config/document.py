@@ -4,11 +4,21 @@ The one module that imports pydantic; `loader` imports it lazily, so that `impor
 quick. Defaults repeat those of `model`; a test holds the two together.
 """
 
+import difflib
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+)
+from pydantic_core import ErrorDetails
 
 from tierstore.config.model import (
     IoConfig,
@@ -18,8 +28,17 @@ from tierstore.config.model import (
     StoreConfig,
 )
 from tierstore.config.units import DURATION_PATTERN, SIZE_PATTERN, parse_duration, parse_size
+from tierstore.errors import ConfigError
 
-__all__ = ["Document", "IoSection", "OffloadSection", "PrimarySection", "SecondarySection"]
+__all__ = [
+    "Document",
+    "IoSection",
+    "OffloadSection",
+    "PrimarySection",
+    "SecondarySection",
+    "json_schema",
+    "parse_document",
+]
 
 
 def _schema(pattern: str, example: str) -> WithJsonSchema:
@@ -32,7 +51,6 @@ def _path_text(raw: object) -> object:
 
 Size = Annotated[int, BeforeValidator(parse_size), _schema(SIZE_PATTERN, "20GiB")]
 Duration = Annotated[float, BeforeValidator(parse_duration), _schema(DURATION_PATTERN, "2s")]
-
 PathText = Annotated[str, BeforeValidator(_path_text)]
 
 
@@ -150,3 +168,71 @@ class Document(_Section):
             secondary=tuple(tier.build(folder) for tier in self.secondary),
             offload=self.offload.build(),
         )
+
+
+def json_schema() -> dict[str, object]:
+    """Return the JSON Schema of the document."""
+    schema = Document.model_json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def parse_document(raw: object) -> Document:
+    """Check the keys of a document and the form of their values.
+
+    Raises:
+        ConfigError: one line per wrong key.
+    """
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"expected a mapping with 'primary', got {type(raw).__name__}")
+    try:
+        return Document.model_validate(dict(raw))
+    except ValidationError as error:
+        problems = [_describe(detail) for detail in error.errors(include_url=False)]
+        raise ConfigError("\n".join(problems)) from error
+
+
+def _describe(detail: ErrorDetails) -> str:
+    location, got = detail["loc"], detail["input"]
+    context = detail.get("ctx", {})
+    match detail["type"]:
+        case "extra_forbidden" | "invalid_key":
+            text = "unknown key; " + _nearest(str(location[-1]), _valid_keys(location[:-1]))
+        case "missing":
+            text = "this key is required"
+        case "model_type":
+            text = f"expected a mapping, got {got!r}"
+        case "literal_error":
+            text = f"expected {context['expected']}, got {got!r}"
+        case "value_error":
+            text = str(context["error"])
+        case _:
+            message = detail["msg"].removeprefix("Input").removeprefix("String")
+            text = f"must{message.removeprefix(' should')}, got {got!r}"
+    return f"{_path(location)}: {text}"
+
+
+def _path(location: Sequence[str | int]) -> str:
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    return "".join(parts).removeprefix(".")
+
+
+_SECTIONS: dict[str, type[BaseModel]] = {
+    "primary": PrimarySection,
+    "secondary": SecondarySection,
+    "io": IoSection,
+    "offload": OffloadSection,
+}
+
+
+def _valid_keys(location: Sequence[str | int]) -> list[str]:
+    section: type[BaseModel] = Document
+    for part in location:
+        if isinstance(part, str):
+            section = _SECTIONS[part]
+    return list(section.model_fields)
+
+
+def _nearest(name: str, valid: list[str]) -> str:
+    nearest = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+    hint = f"did you mean '{nearest[0]}'? " if nearest else ""
+    return f"{hint}valid keys are {', '.join(valid)}"

@@ -1,6 +1,5 @@
 """From a YAML file or a mapping to `StoreConfig`, or to a `ConfigError` that says what to write."""
 
-import difflib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,18 +10,14 @@ from tierstore.config.model import SecondaryConfig, StoreConfig
 from tierstore.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
-
     from tierstore.config.document import Document
 
-__all__ = ["SECONDARY_CAPACITY_BYTES_MIN", "emit_json_schema", "load_config"]
+__all__ = ["emit_json_schema", "load_config"]
 
-SECONDARY_CAPACITY_BYTES_MIN = 8 << 20
+_SECONDARY_CAPACITY_BYTES_MIN = 8 << 20
 """A smaller tier would hold little more than its catalog."""
-RESERVED_TIER_NAME = "primary"
+_RESERVED_TIER_NAME = "primary"
 """What logs and metrics call the tier in host memory."""
-
-Location = Sequence[str | int]
 
 
 def load_config(source: str | os.PathLike[str] | Mapping[str, object]) -> StoreConfig:
@@ -46,11 +41,9 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, object]) -> StoreC
 
 def emit_json_schema() -> str:
     """Return the JSON Schema of a configuration file, for editors."""
-    from tierstore.config.document import Document
+    from tierstore.config.document import json_schema
 
-    schema = Document.model_json_schema()
-    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
-    return json.dumps(schema, indent=2) + "\n"
+    return json.dumps(json_schema(), indent=2) + "\n"
 
 
 def _read(path: Path) -> object:
@@ -64,63 +57,14 @@ def _read(path: Path) -> object:
 
 
 def _check(raw: object, folder: Path) -> StoreConfig:
-    from pydantic import ValidationError
+    from tierstore.config.document import parse_document
 
-    from tierstore.config.document import Document
-
-    if not isinstance(raw, Mapping):
-        raise ConfigError(f"expected a mapping with 'primary', got {type(raw).__name__}")
-    try:
-        document = Document.model_validate(dict(raw))
-    except ValidationError as error:
-        problems = [_describe(detail) for detail in error.errors(include_url=False)]
-        raise ConfigError("\n".join(problems)) from error
+    document = parse_document(raw)
     config = document.build(folder)
     problems = [*_impossible_keys(document), *_impossible_tiers(config.secondary)]
     if problems:
         raise ConfigError("\n".join(problems))
     return config
-
-
-def _describe(detail: "ErrorDetails") -> str:
-    location, got = detail["loc"], detail["input"]
-    context = detail.get("ctx", {})
-    match detail["type"]:
-        case "extra_forbidden" | "invalid_key":
-            text = "unknown key; " + _nearest(str(location[-1]), _valid_keys(location[:-1]))
-        case "missing":
-            text = "this key is required"
-        case "model_type":
-            text = f"expected a mapping, got {got!r}"
-        case "literal_error":
-            text = f"expected {context['expected']}, got {got!r}"
-        case "value_error":
-            text = str(context["error"])
-        case _:
-            message = detail["msg"].removeprefix("Input").removeprefix("String")
-            text = f"must{message.removeprefix(' should')}, got {got!r}"
-    return f"{_path(location)}: {text}"
-
-
-def _path(location: Location) -> str:
-    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
-    return "".join(parts).removeprefix(".")
-
-
-def _valid_keys(location: Location) -> list[str]:
-    schema = json.loads(emit_json_schema())
-    section = schema
-    for part in location:
-        section = section["items"] if isinstance(part, int) else section["properties"][part]
-        if "$ref" in section:
-            section = schema["$defs"][section["$ref"].rpartition("/")[2]]
-    return list(section["properties"])
-
-
-def _nearest(name: str, valid: list[str]) -> str:
-    nearest = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
-    hint = f"did you mean '{nearest[0]}'? " if nearest else ""
-    return f"{hint}valid keys are {', '.join(valid)}"
 
 
 def _impossible_keys(document: "Document") -> Iterator[str]:
@@ -136,10 +80,10 @@ def _impossible_tiers(tiers: Sequence[SecondaryConfig]) -> Iterator[str]:
     real_paths = [Path(os.path.realpath(tier.path)) for tier in tiers]
     for tier_idx, tier in enumerate(tiers):
         where = f"secondary[{tier_idx}]"
-        if tier.name == RESERVED_TIER_NAME:
+        if tier.name == _RESERVED_TIER_NAME:
             yield f"{where}.name: 'primary' names the tier in host memory; choose another name"
-        if tier.capacity_bytes < SECONDARY_CAPACITY_BYTES_MIN:
-            minimum = SECONDARY_CAPACITY_BYTES_MIN >> 20
+        if tier.capacity_bytes < _SECONDARY_CAPACITY_BYTES_MIN:
+            minimum = _SECONDARY_CAPACITY_BYTES_MIN >> 20
             yield f"{where}.capacity: at least {minimum}MiB, got {tier.capacity_bytes} bytes"
         for earlier_idx in range(tier_idx):
             if tiers[earlier_idx].name == tier.name:

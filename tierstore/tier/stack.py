@@ -25,6 +25,10 @@ from tierstore.transfer import Command, IntArray, JobId, Promote, TransferDone
 
 __all__ = ["PRIMARY_NAME", "TierStack"]
 
+_DEMOTE_AHEAD = 2
+"""An `on_evict` tier records the victims of the next reservations ahead, by this many times the
+size of the last one, so that a reservation need not wait for a write."""
+
 PRIMARY_NAME = "primary"
 """The primary tier's label in metrics."""
 
@@ -49,7 +53,14 @@ class TierStack:
         self._job_ids = itertools.count(1)
         # Chunks that were in flight when the tiers were reset: their bytes must not be found.
         self._doomed: set[OffloadKey] = set()
-        self._promotions = Promotions(groups, primary, secondaries, cascades, counters)
+        self._promotions = Promotions(
+            groups=groups,
+            primary=primary,
+            secondaries=secondaries,
+            cascades=cascades,
+            doomed=self._doomed,
+            counters=counters,
+        )
 
     @classmethod
     def open(
@@ -77,7 +88,14 @@ class TierStack:
                 secondary.close()
             raise
         cascades = [
-            Cascade(tier_idx, tier, groups, primary, secondary, counters)
+            Cascade(
+                tier_idx=tier_idx,
+                config=tier,
+                groups=groups,
+                primary=primary,
+                secondary=secondary,
+                counters=counters,
+            )
             for tier_idx, (tier, secondary) in enumerate(
                 zip(config.secondary, secondaries, strict=True)
             )
@@ -270,12 +288,19 @@ class TierStack:
             return True
         return any(cascade.complete(done) for cascade in self._cascades)
 
-    def demote_coldest(self, count: int) -> int:
-        """Ask every `on_evict` tier to record the `count` chunks that would be evicted next.
+    def demote_victims(self, group_idx: int, count: int) -> int:
+        """Ask every `on_evict` tier to record the chunks that `count` new ones would evict.
 
         Returns how many of them are not recorded yet: 0 means that they can go without loss.
         """
-        if not any(cascade.records_victims for cascade in self._cascades):
+        return self.demote_coldest(max(0, count - self._primary.free_count(group_idx)))
+
+    def demote_coldest(self, count: int) -> int:
+        """Ask every `on_evict` tier to record the `count` coldest chunks.
+
+        Returns how many of them are not recorded yet.
+        """
+        if not count or not any(cascade.records_victims for cascade in self._cascades):
             return 0
         coldest = self._primary.coldest(count)
         return sum(cascade.record_victims(coldest) for cascade in self._cascades)
@@ -317,6 +342,7 @@ class TierStack:
             self._counters.add(Metric.EVICTED_CHUNKS, len(reservation.evicted), label=PRIMARY_NAME)
             for cascade in self._cascades:
                 cascade.on_evicted(reservation.evicted)
+        self.demote_victims(group_idx, _DEMOTE_AHEAD * len(keys))
         return reservation.slots
 
     def _locate(self, keys: Sequence[OffloadKey]) -> list[int | None]:
@@ -333,8 +359,9 @@ class TierStack:
     def _bury(self) -> None:
         """Forget doomed chunks that no transfer holds any more."""
         if self._doomed:
-            doomed = [key for key in self._doomed if key not in self._primary.arriving]
-            self._doomed.difference_update(self._primary.discard(doomed))
+            arriving = self._primary.arriving.keys()
+            held = self._primary.discard(self._doomed - arriving)
+            self._doomed &= arriving | set(held)
 
     def _touch_resident(self, keys: Sequence[OffloadKey]) -> None:
         tail_first = keys[::-1]
