@@ -2,9 +2,9 @@
 
     job (JSON file) -> python engine.py job result -> result (JSON file)
 
-A job has rounds; each round may empty the engine's own prefix cache first, then generates for all its
-prompts as one batch. The result has, per round and prompt, tokens, their logprobs, and how many prompt
-tokens came from a cache.
+A job has rounds; each round may empty the engine's own prefix cache first, then generates for all
+its prompts as one batch. The result has, per round and prompt, tokens, their logprobs, and how many
+prompt tokens came from a cache.
 """
 
 import json

@@ -105,7 +105,7 @@ def _config_digest(hf_config: dict[str, object]) -> str:
     """Digest the model's configuration, overrides included; where it was found does not matter."""
     ignored = ("_name_or_path", "transformers_version")
     facts = {name: value for name, value in hf_config.items() if name not in ignored}
-    return xxhash.xxh3_64_hexdigest(json.dumps(facts, sort_keys=True, default=str))
+    return xxhash.xxh3_64_hexdigest(json.dumps(facts, sort_keys=True, default=str).encode())
 
 
 def _weights_digest(folder: Path) -> str:

@@ -1,6 +1,5 @@
 """tierstore's counters as vLLM's connector statistics: log line and Prometheus."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from tierstore.metrics import Counters, Metric
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from prometheus_client import Counter
 
 __all__ = ["StatsSource", "TierStorePromMetrics", "TierStoreStats"]
