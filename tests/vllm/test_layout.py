@@ -14,7 +14,6 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import torch
-from tierstore_vllm.layout import WorkerLayout, describe_worker
 from vllm.v1 import kv_cache_interface as specs
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -25,6 +24,7 @@ from tierstore.dma.host import HostCopyEngine
 from tierstore.dma.protocol import CopyId
 from tierstore.errors import ConfigError, LayoutError
 from tierstore.layout import PAGE_BYTES, ChunkOrder, GroupKind
+from tierstore_vllm.layout import WorkerLayout, describe_worker
 
 pytestmark = pytest.mark.vllm
 

@@ -9,9 +9,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tierstore_vllm.messages import RankAnswer, RankTally, StepMetadata, WorkerReport
 
 from tierstore.transfer import FailureReason, JobId, TransferDone
+from tierstore_vllm.messages import RankAnswer, RankTally, StepMetadata, WorkerReport
 
 pytestmark = pytest.mark.vllm
 

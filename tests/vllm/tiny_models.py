@@ -92,7 +92,7 @@ _CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "qwen3_next": _qwen3_next,
 }
 
-DTYPES = {name: "float32" for name in _CONFIGS} | {"qwen3_next": "bfloat16", "gpt_oss": "bfloat16"}
+DTYPES = dict.fromkeys(_CONFIGS, "float32") | {"qwen3_next": "bfloat16", "gpt_oss": "bfloat16"}
 """float32 makes runs comparable token for token; some kernels exist for bfloat16 only."""
 
 
