@@ -110,7 +110,8 @@ class PrimaryTier:
         self._policy.evict(victims, keys)
         if victims:
             self._slots.give(list(map(self._resident.pop, victims)))
-        slots = self._slots.take(class_idx, len(keys))
+        # Keys come tail first; the head gets the first slot, so that a prefix lies in its order.
+        slots = self._slots.take(class_idx, len(keys))[::-1]
         self._arriving.update(zip(keys, slots, strict=True))
         return Reservation(np.array(slots, np.int64), victims)
 
@@ -190,8 +191,12 @@ class PrimaryTier:
         self._policy.touch(keys)
 
     def coldest(self, count: int) -> list[OffloadKey]:
-        """Name the next `count` victims in order, pinned ones skipped; changes nothing."""
-        return self._policy.victims(count, self._pins)
+        """Name the next `count` victims in order, as if nothing was pinned; changes nothing."""
+        return self._policy.victims(count, ())
+
+    def free_count(self, group_idx: int) -> int:
+        """Return how many chunks of a cached group find room without an eviction."""
+        return self._slots.free_count(self._group_class[group_idx])
 
     def remove(self, keys: Collection[OffloadKey]) -> None:
         """Forget resident, unpinned keys whose bytes are worthless.
@@ -206,6 +211,15 @@ class PrimaryTier:
             _refuse("remove", "is pinned", gone, self._pins.__contains__)
         self._policy.remove(gone)
         self._slots.give(list(map(self._resident.pop, gone)))
+
+    def discard(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
+        """Forget those of the keys that are not pinned; return those that stay because they are.
+
+        Keys that are not resident are ignored.
+        """
+        resident = [key for key in keys if key in self._resident]
+        self.remove([key for key in resident if key not in self._pins])
+        return [key for key in resident if key in self._pins]
 
     def clear(self) -> list[OffloadKey]:
         """Forget all resident, unpinned keys; return those that stay because they are pinned.

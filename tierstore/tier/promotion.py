@@ -1,6 +1,7 @@
 """Promotes: finding records for missing chunks, and settling what came of reading them."""
 
-from collections.abc import Container, Sequence, Set
+from collections.abc import Container, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,7 +38,7 @@ class Promotions:
         primary: PrimaryTier,
         secondaries: Sequence[SecondaryTier],
         cascades: Sequence[Cascade],
-        doomed: Set[OffloadKey],
+        doomed: AbstractSet[OffloadKey],
         counters: Counters,
     ) -> None:
         """Share the tiers with the stack; `groups` is indexed by group.

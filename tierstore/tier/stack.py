@@ -333,9 +333,10 @@ class TierStack:
         return problems
 
     def _reserve(self, group_idx: int, keys: Sequence[OffloadKey]) -> IntArray | None:
+        """Reserve slots for chunks of one prefix, given and answered head first."""
         if not keys:
             return None
-        reservation = self._primary.reserve(group_idx, keys)
+        reservation = self._primary.reserve(group_idx, keys[::-1])
         if reservation is None:
             return None
         if reservation.evicted:
@@ -343,7 +344,7 @@ class TierStack:
             for cascade in self._cascades:
                 cascade.on_evicted(reservation.evicted)
         self.demote_victims(group_idx, _DEMOTE_AHEAD * len(keys))
-        return reservation.slots
+        return reservation.slots[::-1]
 
     def _locate(self, keys: Sequence[OffloadKey]) -> list[int | None]:
         slots = self._primary.locate(keys)
