@@ -164,9 +164,9 @@ class TransferDone:
     demote, the concatenated keys of a load's promotes. A load that could not reach the GPU at all
     has `ok` False even if `failed` is empty.
 
-    Each command has one answer, with one exception: chunks of a load or promote that are reported as
-    `DEADLINE` are still being read, so their slots stay reserved. When the last of them has settled,
-    a second answer of the same job says which of them failed for good.
+    Each command has one answer, with one exception: chunks of a load or promote that are reported
+    as `DEADLINE` are still being read, so their slots stay reserved. When the last of them has
+    settled, a second answer of the same job says which of them failed for good.
     """
 
     job_id: JobId

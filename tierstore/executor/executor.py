@@ -70,6 +70,7 @@ class TransferExecutor:
 
     def __init__(
         self,
+        *,
         manifest: Manifest,
         pool: HostPool,
         engine: CopyEngine | None,
@@ -125,7 +126,14 @@ class TransferExecutor:
         ]
         for tier in tiers:
             tier.open()
-        return cls(manifest, pool, engine, tiers, counters, MonotonicClock())
+        return cls(
+            manifest=manifest,
+            pool=pool,
+            engine=engine,
+            tiers=tiers,
+            counters=counters,
+            clock=MonotonicClock(),
+        )
 
     def fence(self, job_ids: tuple[JobId, ...]) -> None:
         """Keep the engine's next step from writing before these offloads have left the GPU."""

@@ -51,6 +51,7 @@ class Cascade:
 
     def __init__(
         self,
+        *,
         tier_idx: int,
         config: SecondaryConfig,
         groups: Sequence[GroupSpec],

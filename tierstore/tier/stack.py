@@ -77,7 +77,14 @@ class TierStack:
                 secondary.close()
             raise
         cascades = [
-            Cascade(tier_idx, tier, groups, primary, secondary, counters)
+            Cascade(
+                tier_idx=tier_idx,
+                config=tier,
+                groups=groups,
+                primary=primary,
+                secondary=secondary,
+                counters=counters,
+            )
             for tier_idx, (tier, secondary) in enumerate(
                 zip(config.secondary, secondaries, strict=True)
             )
@@ -270,12 +277,19 @@ class TierStack:
             return True
         return any(cascade.complete(done) for cascade in self._cascades)
 
-    def demote_coldest(self, count: int) -> int:
-        """Ask every `on_evict` tier to record the `count` chunks that would be evicted next.
+    def demote_victims(self, group_idx: int, count: int) -> int:
+        """Ask every `on_evict` tier to record the chunks that `count` new ones would evict.
 
         Returns how many of them are not recorded yet: 0 means that they can go without loss.
         """
-        if not any(cascade.records_victims for cascade in self._cascades):
+        return self.demote_coldest(max(0, count - self._primary.free_count(group_idx)))
+
+    def demote_coldest(self, count: int) -> int:
+        """Ask every `on_evict` tier to record the `count` coldest chunks.
+
+        Returns how many of them are not recorded yet.
+        """
+        if not count or not any(cascade.records_victims for cascade in self._cascades):
             return 0
         coldest = self._primary.coldest(count)
         return sum(cascade.record_victims(coldest) for cascade in self._cascades)

@@ -1,8 +1,4 @@
-"""The configuration, parsed once at the edge into frozen dataclasses.
-
-Below this module nobody sees a mapping. `load_config` (file or mapping) refuses unknown keys, missing units
-and impossible pairs with a `ConfigError` that names the path of the key and the nearest valid name.
-"""
+"""The configuration as the rest of tierstore sees it: frozen dataclasses, every size in bytes."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +34,7 @@ class IoConfig:
     """How one secondary tier talks to its device."""
 
     mode: IoMode = "direct"
-    """Of the file backend; `direct` falls back to `buffered` with a warning where O_DIRECT is refused."""
+    """Of the file backend; `direct` falls back to `buffered` where O_DIRECT is refused."""
     threads: int = 4
     deadline_seconds: float = 2.0
     """A load that takes longer fails and is recomputed."""

@@ -1,0 +1,84 @@
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from source_tree import (
+    CORE_FILES,
+    PACKAGE_FILES,
+    PACKAGES,
+    SCRIPT_FILES,
+    TEST_FILES,
+    imported_names,
+    name_of,
+    tree_of,
+)
+
+MODULE_LINES_MAX = 400
+FUNCTION_LINES_MAX = 70
+ALL_FILES = [*PACKAGE_FILES, *SCRIPT_FILES, *TEST_FILES]
+
+
+@pytest.mark.parametrize("path", [*PACKAGE_FILES, *SCRIPT_FILES], ids=name_of)
+def test_a_module_is_short_enough_to_read(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= MODULE_LINES_MAX
+
+
+@pytest.mark.parametrize("path", [*PACKAGE_FILES, *SCRIPT_FILES], ids=name_of)
+def test_a_function_fits_on_a_screen(path: Path) -> None:
+    functions = [
+        node
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    lengths = {node.name: (node.end_lineno or 0) - node.lineno + 1 for node in functions}
+    assert {name: lines for name, lines in lengths.items() if lines > FUNCTION_LINES_MAX} == {}
+
+
+def test_threads_and_processes_are_started_only_by_the_io_pool() -> None:
+    pattern = re.compile(
+        r"\b(Thread|Timer|Process|Popen|ThreadPoolExecutor|ProcessPoolExecutor|fork)\("
+        r"|\b(to_thread|start_new_thread|run_in_executor)\b"
+    )
+    found = {name_of(path) for path in PACKAGE_FILES if pattern.search(path.read_text())}
+    assert found <= {"tierstore/io_pool.py"}
+
+
+@pytest.mark.parametrize("path", PACKAGE_FILES, ids=name_of)
+def test_a_module_is_named_by_a_noun_that_says_something(path: Path) -> None:
+    words = path.stem.split("_")
+    assert not {"util", "utils", "helper", "helpers", "common", "manager", "misc"} & set(words)
+    assert not re.search(r"(_v|base)\d+$", path.stem)
+
+
+@pytest.mark.parametrize("path", ALL_FILES, ids=name_of)
+def test_what_is_left_to_do_names_its_issue(path: Path) -> None:
+    marks = "|".join(("TO" + "DO", "FIX" + "ME", "X" + "XX", "HA" + "CK"))
+    unnamed = re.findall(rf"\b(?:{marks})\b(?!\(#\d+\))", path.read_text())
+    assert unnamed == []
+
+
+@pytest.mark.parametrize("library", ["cupy", "lmdb", "prometheus_client", "pydantic", "yaml"])
+def test_a_foreign_library_is_imported_in_one_module(library: str) -> None:
+    importers = [
+        name_of(path)
+        for path in PACKAGE_FILES
+        if any(name.partition(".")[0] == library for name in imported_names(path))
+    ]
+    assert len(importers) <= 1
+
+
+def test_the_environment_is_read_only_by_the_command_line() -> None:
+    pattern = re.compile(r"\b(environ|getenv)\b")
+    found = {name_of(path) for path in CORE_FILES if pattern.search(path.read_text())}
+    assert found <= {"tierstore/cli.py"}
+
+
+def test_the_folder_of_the_adapter_is_no_package() -> None:
+    # A package `vllm` or `adapters` on the path would hide the engine or collide with others.
+    assert not (PACKAGES[1].parent / "__init__.py").exists()
+    assert not (PACKAGES[1].parent.parent / "__init__.py").exists()
+
+
+def test_both_packages_ship_their_types() -> None:
+    assert all((package / "py.typed").is_file() for package in PACKAGES)

@@ -1,0 +1,238 @@
+"""The YAML document, as pydantic models: the keys that people write, and nothing else.
+
+The one module that imports pydantic; `loader` imports it lazily, so that `import tierstore` stays
+quick. Defaults repeat those of `model`; a test holds the two together.
+"""
+
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+)
+from pydantic_core import ErrorDetails
+
+from tierstore.config.model import (
+    IoConfig,
+    OffloadConfig,
+    PrimaryConfig,
+    SecondaryConfig,
+    StoreConfig,
+)
+from tierstore.config.units import DURATION_PATTERN, SIZE_PATTERN, parse_duration, parse_size
+from tierstore.errors import ConfigError
+
+__all__ = [
+    "Document",
+    "IoSection",
+    "OffloadSection",
+    "PrimarySection",
+    "SecondarySection",
+    "json_schema",
+    "parse_document",
+]
+
+
+def _schema(pattern: str, example: str) -> WithJsonSchema:
+    return WithJsonSchema({"type": "string", "pattern": pattern, "examples": [example]})
+
+
+def _path_text(raw: object) -> object:
+    return os.fspath(raw) if isinstance(raw, os.PathLike) else raw
+
+
+Size = Annotated[int, BeforeValidator(parse_size), _schema(SIZE_PATTERN, "20GiB")]
+Duration = Annotated[float, BeforeValidator(parse_duration), _schema(DURATION_PATTERN, "2s")]
+PathText = Annotated[str, BeforeValidator(_path_text)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True
+    )
+
+
+class PrimarySection(_Section):
+    """The tier in host memory."""
+
+    capacity: Size = Field(gt=0)
+    """Host memory for chunks, per worker process; rounded down to whole slots."""
+    eviction: Literal["lru", "arc"] = "arc"
+    """Which chunk leaves first."""
+    pinned: Literal["auto", "never"] = "auto"
+    """`auto` pins the memory where CUDA is there; `never` leaves it pageable."""
+    huge_pages: bool = True
+    """Ask the kernel for transparent huge pages (a hint, never an error)."""
+
+    def build(self) -> PrimaryConfig:
+        """Return the section as the rest of tierstore sees it."""
+        return PrimaryConfig(
+            capacity_bytes=self.capacity,
+            eviction=self.eviction,
+            pinned=self.pinned,
+            huge_pages=self.huge_pages,
+        )
+
+
+class IoSection(_Section):
+    """How one secondary tier talks to its device."""
+
+    mode: Literal["direct", "buffered", "mmap"] = "direct"
+    """Of the file backend only; `direct` falls back to `buffered` where O_DIRECT is refused."""
+    threads: int = Field(default=4, ge=1, le=64)
+    """I/O threads per worker process."""
+    deadline: Duration = Field(default=2.0, gt=0, json_schema_extra={"default": "2s"})
+    """A load that takes longer fails and is recomputed."""
+    write_queue: Size = Field(default=256 << 20, gt=0, json_schema_extra={"default": "256MiB"})
+    """Write-behind limit: what would wait beyond it is dropped and counted."""
+    durable: bool = False
+    """Also flush payload to the device before a record becomes visible."""
+
+    def build(self) -> IoConfig:
+        """Return the section as the rest of tierstore sees it."""
+        return IoConfig(
+            mode=self.mode,
+            threads=self.threads,
+            deadline_seconds=self.deadline,
+            write_queue_bytes=self.write_queue,
+            durable=self.durable,
+        )
+
+
+class SecondarySection(_Section):
+    """One tier on disk."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    """Names the tier in logs and metrics: letters, digits, `_`, `.`, `-`."""
+    backend: Literal["file", "lmdb"]
+    """`file`: segment files, for large tiers; `lmdb`: one database file, for small ones."""
+    path: PathText = Field(min_length=1)
+    """A directory of its own; `~` is expanded; relative to the folder of the YAML file."""
+    capacity: Size = Field(gt=0)
+    """Hard limit of all bytes below `path`: catalog, every rank and every engine included."""
+    cascade: Literal["write_through", "on_evict", "second_touch"] = "write_through"
+    """When chunks are written: at once, when memory evicts them, or at their second use."""
+    eviction: Literal["lru"] = "lru"
+    """Which record leaves first."""
+    io: IoSection = IoSection()
+
+    def build(self, folder: Path) -> SecondaryConfig:
+        """Return the section as the rest of tierstore sees it; `folder` bases a relative path."""
+        return SecondaryConfig(
+            name=self.name,
+            backend=self.backend,
+            path=folder / Path(self.path).expanduser(),
+            capacity_bytes=self.capacity,
+            cascade=self.cascade,
+            eviction=self.eviction,
+            io=self.io.build(),
+        )
+
+
+class OffloadSection(_Section):
+    """What an engine's connector offloads."""
+
+    blocks_per_chunk: int = Field(default=1, ge=1, le=1024)
+    """Consecutive blocks of the engine that are kept and evicted together."""
+    decode: bool = True
+    """Offload blocks that generated tokens filled, not only those of the prompt."""
+
+    def build(self) -> OffloadConfig:
+        """Return the section as the rest of tierstore sees it."""
+        return OffloadConfig(blocks_per_chunk=self.blocks_per_chunk, decode=self.decode)
+
+
+class Document(_Section):
+    """A tierstore configuration file."""
+
+    version: Literal[1] = 1
+    """Version of this file format."""
+    primary: PrimarySection
+    secondary: list[SecondarySection] = Field(default=[], max_length=8)
+    """Tiers on disk, in the order in which they are asked."""
+    offload: OffloadSection = OffloadSection()
+
+    def build(self, folder: Path) -> StoreConfig:
+        """Return the document as the rest of tierstore sees it."""
+        return StoreConfig(
+            version=self.version,
+            primary=self.primary.build(),
+            secondary=tuple(tier.build(folder) for tier in self.secondary),
+            offload=self.offload.build(),
+        )
+
+
+def json_schema() -> dict[str, object]:
+    """Return the JSON Schema of the document."""
+    schema = Document.model_json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def parse_document(raw: object) -> Document:
+    """Check the keys of a document and the form of their values.
+
+    Raises:
+        ConfigError: one line per wrong key.
+    """
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"expected a mapping with 'primary', got {type(raw).__name__}")
+    try:
+        return Document.model_validate(dict(raw))
+    except ValidationError as error:
+        problems = [_describe(detail) for detail in error.errors(include_url=False)]
+        raise ConfigError("\n".join(problems)) from error
+
+
+def _describe(detail: ErrorDetails) -> str:
+    location, got = detail["loc"], detail["input"]
+    context = detail.get("ctx", {})
+    match detail["type"]:
+        case "extra_forbidden" | "invalid_key":
+            text = "unknown key; " + _nearest(str(location[-1]), _valid_keys(location[:-1]))
+        case "missing":
+            text = "this key is required"
+        case "model_type":
+            text = f"expected a mapping, got {got!r}"
+        case "literal_error":
+            text = f"expected {context['expected']}, got {got!r}"
+        case "value_error":
+            text = str(context["error"])
+        case _:
+            message = detail["msg"].removeprefix("Input").removeprefix("String")
+            text = f"must{message.removeprefix(' should')}, got {got!r}"
+    return f"{_path(location)}: {text}"
+
+
+def _path(location: Sequence[str | int]) -> str:
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    return "".join(parts).removeprefix(".")
+
+
+_SECTIONS: dict[str, type[BaseModel]] = {
+    "primary": PrimarySection,
+    "secondary": SecondarySection,
+    "io": IoSection,
+    "offload": OffloadSection,
+}
+
+
+def _valid_keys(location: Sequence[str | int]) -> list[str]:
+    section: type[BaseModel] = Document
+    for part in location:
+        if isinstance(part, str):
+            section = _SECTIONS[part]
+    return list(section.model_fields)
+
+
+def _nearest(name: str, valid: list[str]) -> str:
+    nearest = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+    hint = f"did you mean '{nearest[0]}'? " if nearest else ""
+    return f"{hint}valid keys are {', '.join(valid)}"
