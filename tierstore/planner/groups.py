@@ -36,7 +36,8 @@ class GroupOffloadConfig:
     hashes_per_chunk: int
     """The key of a chunk is the hash of the last of these: hashes are chained."""
     alignment_tokens: int
-    """Every hit is a multiple of it: the least common multiple of all groups' chunks."""
+    """Every hit is a multiple of it: the least common multiple of all groups' chunks and of what
+    the engine asks for."""
 
     @property
     def tokens_per_chunk(self) -> int:
@@ -102,14 +103,14 @@ class GroupOffloadConfig:
 
 
 def build_group_configs(
-    specs: Sequence[GroupSpec], namespace: Namespace, hash_tokens: int
+    specs: Sequence[GroupSpec], namespace: Namespace, hash_tokens: int, alignment_tokens: int = 1
 ) -> tuple[GroupOffloadConfig, ...]:
     """Derive the planner's view of all groups.
 
     Raises:
         ValueError: a group's chunk is no multiple of `hash_tokens`, or lacks its window length.
     """
-    alignment = math.lcm(*(spec.tokens_per_chunk for spec in specs))
+    alignment = math.lcm(alignment_tokens, *(spec.tokens_per_chunk for spec in specs))
     for spec in specs:
         if spec.tokens_per_chunk % hash_tokens:
             raise ValueError(

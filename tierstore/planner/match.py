@@ -7,7 +7,8 @@ import numpy as np
 
 from tierstore.layout import GroupKind
 from tierstore.planner.groups import BoolArray, GroupOffloadConfig
-from tierstore.tier.stack import ChunkState, TierStack
+from tierstore.tier.reservation import ChunkState
+from tierstore.tier.stack import TierStack
 from tierstore.transfer import IntArray
 
 __all__ = ["PrefixMatch", "match_prefix"]
@@ -55,9 +56,11 @@ def match_prefix(
     others = [config for config in configs if config.spec.kind is not GroupKind.FULL]
     # The longest length alone first: it is the answer nearly always, and its windows are short.
     for candidates in (lengths[-1:], lengths):
-        ready_ok, hoped_ok = _others_satisfied(stack, others, block_hashes, local_tokens, candidates)
+        ready_ok, hoped_ok = _others_satisfied(
+            stack, others, block_hashes, local_tokens, candidates
+        )
         ready_ok &= candidates <= ready_limit
-        if ready_ok[-1]:
+        if ready_ok[-1] or len(lengths) == 1:
             break
     return PrefixMatch(_last(candidates, ready_ok), _last(candidates, hoped_ok))
 
