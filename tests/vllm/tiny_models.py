@@ -1,7 +1,7 @@
 """Tiny models with random weights that real vLLM runs on a CPU.
 
-The usual initialisation makes every output the same token. Here weights are scaled by their fan-in, and
-queries and keys a little more, so that attention is sharp: a wrong byte of KV changes what comes out.
+The usual initialisation makes every output the same token. Here weights are scaled by their fan-in,
+queries and keys a little more, so that attention is sharp: a wrong byte of KV changes the output.
 """
 
 import json
