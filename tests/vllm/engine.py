@@ -26,6 +26,8 @@ class Round:
     """One batch of prompts."""
 
     prompts: list[list[int]]
+    continues: str | None = None
+    """An earlier round: its prompts and answers stand before the prompts of this one."""
     max_tokens: int = 8
     reset: bool = True
     """Empty the engine's own prefix cache first: only tierstore can hit then."""
@@ -54,6 +56,8 @@ class Answer:
 
     tokens: list[int]
     logprobs: list[float]
+    margins: list[float]
+    """By how much each token was likelier than the next best one."""
     cached: int
     finish_reason: str
 
@@ -64,7 +68,7 @@ class EngineResult:
 
     rounds: dict[str, list[Answer]]
     metrics: dict[str, float]
-    """tierstore's Prometheus counters."""
+    """tierstore's Prometheus counters, and vLLM's count of preemptions."""
     log: str
 
 
@@ -131,27 +135,39 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
             kv_connector_extra_config={"tierstore.config": job["config"]},
         )
     llm = LLM(job["model"], dtype=job["dtype"], **arguments)
-    rounds = {}
+    prompts: dict[str, list[list[int]]] = {}
+    rounds: dict[str, list[dict[str, Any]]] = {}
     for name, batch in job["rounds"].items():
         if batch["reset"]:
             _reset(llm)
         sampling = SamplingParams(
-            temperature=0, max_tokens=batch["max_tokens"], logprobs=1, detokenize=False
+            temperature=0, max_tokens=batch["max_tokens"], logprobs=2, detokenize=False
         )
-        prompts = [{"prompt_token_ids": prompt} for prompt in batch["prompts"]]
-        batches = [[prompt] for prompt in prompts] if batch["one_by_one"] else [prompts]
+        prompts[name] = _prompts(batch, prompts, rounds)
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts[name]]
+        batches = [[one] for one in inputs] if batch["one_by_one"] else [inputs]
         rounds[name] = [
             _answer(output)
             for some in batches
             for output in llm.generate(some, sampling, use_tqdm=False)
         ]
-    metrics = {
-        str(metric.name) + str(sorted(metric.labels.values())): metric.value
-        for metric in llm.get_metrics()
-        if "tierstore" in metric.name
-    }
+    metrics: dict[str, float] = {}
+    for metric in llm.get_metrics():
+        if "tierstore" in metric.name or "preemptions" in metric.name:
+            name = metric.name.removeprefix("vllm:")
+            metrics[name] = metrics.get(name, 0) + metric.value
     llm.llm_engine.engine_core.shutdown()
     return {"rounds": rounds, "metrics": metrics}
+
+
+def _prompts(
+    batch: dict[str, Any], prompts: dict[str, list[list[int]]], rounds: dict[str, Any]
+) -> list[list[int]]:
+    earlier = batch["continues"]
+    if earlier is None:
+        return batch["prompts"]
+    turns = zip(prompts[earlier], rounds[earlier], batch["prompts"], strict=True)
+    return [prompt + answer["tokens"] + more for prompt, answer, more in turns]
 
 
 def _reset(llm: Any) -> None:
@@ -171,10 +187,16 @@ def _answer(output: Any) -> dict[str, Any]:
                 step[token].logprob
                 for step, token in zip(completion.logprobs, completion.token_ids, strict=True)
             ],
+            margins=[_margin(step) for step in completion.logprobs],
             cached=output.num_cached_tokens or 0,
             finish_reason=str(completion.finish_reason),
         )
     )
+
+
+def _margin(step: dict[int, Any]) -> float:
+    best, second = sorted((entry.logprob for entry in step.values()), reverse=True)[:2]
+    return best - second
 
 
 if __name__ == "__main__":

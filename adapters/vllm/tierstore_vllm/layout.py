@@ -137,10 +137,14 @@ def describe_worker(
         hash_seed=identity.hash_seed,
         parallel_shape=identity.parallel_shape,
         groups=tuple(groups),
-        extra=(
-            *identity.extra,
-            ("hash_block_tokens", str(kv_cache_config.hash_block_size)),
-            ("pages", "|".join(",".join(names) for names in signatures)),
+        extra=tuple(
+            sorted(
+                (
+                    *identity.extra,
+                    ("hash_block_tokens", str(kv_cache_config.hash_block_size)),
+                    ("pages", "|".join(",".join(names) for names in signatures)),
+                )
+            )
         ),
     )
     device = next(iter(kv_caches.values())).device
