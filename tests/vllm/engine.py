@@ -141,7 +141,11 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
         if batch["reset"]:
             _reset(llm)
         sampling = SamplingParams(
-            temperature=0, max_tokens=batch["max_tokens"], logprobs=2, detokenize=False
+            temperature=0,
+            max_tokens=batch["max_tokens"],
+            logprobs=2,
+            detokenize=False,
+            ignore_eos=True,
         )
         prompts[name] = _prompts(batch, prompts, rounds)
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts[name]]
@@ -153,7 +157,7 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
         ]
     metrics: dict[str, float] = {}
     for metric in llm.get_metrics():
-        if "tierstore" in metric.name or "preemptions" in metric.name:
+        if "tierstore" in metric.name or metric.name == "vllm:num_preemptions":
             name = metric.name.removeprefix("vllm:")
             metrics[name] = metrics.get(name, 0) + metric.value
     llm.llm_engine.engine_core.shutdown()

@@ -96,9 +96,9 @@ def assert_same_answers(
 ) -> None:
     """Compare one round with one of a run without a connector.
 
-    `noise` is what the logprobs of two runs without a connector differ by, since their batches are
-    cut differently. Where the reference's choice hung by less than that, either choice is right, and
-    what follows in that answer says nothing.
+    `noise` is what the logprobs of two runs without a connector differ by, as their batches differ.
+    Where the reference chose by less than that, either choice is right, and what follows in that
+    answer says nothing.
     """
     pairs = zip(result.rounds[name], reference.rounds[reference_name], strict=True)
     for number, (ours, theirs) in enumerate(pairs):
