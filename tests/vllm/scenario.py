@@ -26,6 +26,8 @@ class Scenario:
     dtype: str
     alignment_tokens: int
     """Hits end at multiples of this."""
+    keeps_decoded: bool = True
+    """Whether what an answer adds can be found again; vLLM keeps no state that decoding passes."""
 
     @property
     def first(self) -> list[list[int]]:
@@ -57,7 +59,8 @@ class Scenario:
 
     def expected_second_turn(self) -> list[int]:
         """Cached tokens of the second turn: the answer's last token was never computed."""
-        return [self._aligned(len(prompt) + ANSWER_TOKENS - 1) for prompt in self.first]
+        added = ANSWER_TOKENS if self.keeps_decoded else 0
+        return [self._aligned(len(prompt) + added - 1) for prompt in self.first]
 
     def rounds(self) -> dict[str, Round]:
         """One life of an engine: cold, hits in memory, then prompts that hit in part."""

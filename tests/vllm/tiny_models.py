@@ -53,19 +53,6 @@ def _gemma3() -> transformers.PretrainedConfig:
     )
 
 
-def _gpt_oss() -> transformers.PretrainedConfig:
-    return transformers.GptOssConfig(
-        **_COMMON,
-        num_hidden_layers=4,
-        intermediate_size=128,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        sliding_window=128,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        rope_scaling=None,
-    )
-
-
 def _qwen3_next() -> transformers.PretrainedConfig:
     return transformers.Qwen3NextConfig(
         **_COMMON,
@@ -88,11 +75,10 @@ _CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "llama": _llama,
     "mistral": _mistral,
     "gemma3": _gemma3,
-    "gpt_oss": _gpt_oss,
     "qwen3_next": _qwen3_next,
 }
 
-DTYPES = dict.fromkeys(_CONFIGS, "float32") | {"qwen3_next": "bfloat16", "gpt_oss": "bfloat16"}
+DTYPES = dict.fromkeys(_CONFIGS, "float32") | {"qwen3_next": "bfloat16"}
 """float32 makes runs comparable token for token; some kernels exist for bfloat16 only."""
 
 
