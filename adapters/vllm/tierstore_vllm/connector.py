@@ -163,7 +163,7 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if manifest is not None:
             try:
                 shape = describe_engine(self._vllm_config, self._kv_cache_config)
-                self._scheduler = SchedulerHalf(self._config, manifest, shape)
+                self._scheduler = SchedulerHalf.open(self._config, manifest, shape)
             except ConfigError:
                 raise
             except TierStoreError as error:
@@ -235,7 +235,7 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request; its blocks may be freed at once, a fence guards those being read."""
-        self._ask("request_finished", lambda half: half.request_finished(request, block_ids), None)
+        self._ask("request_finished", lambda half: half.request_finished(request), None)
         return False, None
 
     def has_pending_push_work(self) -> bool:
