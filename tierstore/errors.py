@@ -6,6 +6,7 @@
     +-- LayoutError      the engine's KV caches cannot be described or addressed
     +-- BackendError     a disk, a file system or a remote store failed
     |   +-- BackendFullError   no space left although it was reserved (ENOSPC, quota, map full)
+    |   +-- BackendCorruptError   a database file is damaged, or of another format
     +-- CatalogError     the directory of a secondary tier cannot be opened or written
     +-- ClosedError      the object was used after `close`
     +-- MissingExtraError      an optional library is not installed; names the extra
@@ -14,6 +15,7 @@ Expected refusals (cache full, key absent, queue full) are values, never excepti
 """
 
 __all__ = [
+    "BackendCorruptError",
     "BackendError",
     "BackendFullError",
     "CatalogError",
@@ -48,6 +50,10 @@ class BackendError(TierStoreError):
 
 class BackendFullError(BackendError):
     """No space left on the device although the bytes were reserved."""
+
+
+class BackendCorruptError(BackendError):
+    """A database file is damaged, or of another format."""
 
 
 class CatalogError(TierStoreError):

@@ -6,8 +6,8 @@
     value in LMDB or in a remote store:
         | header | payload |
 
-A header is 128 bytes, so a header page describes up to 32 adjacent records: a prefix that was stored
-together is read with one vectored call, and small chunks do not pay a page each.
+A header is 128 bytes, so a header page describes up to 32 adjacent records: a prefix that was
+stored together is read with one vectored call, and small chunks do not pay a page each.
 """
 
 import numpy as np

@@ -78,6 +78,7 @@ class Promote:
     job_id: JobId
     tier_idx: int
     """Index into `StoreConfig.secondary`."""
+    group_idx: int
     keys: tuple[OffloadKey, ...]
     places: tuple[Place, ...]
     slots: IntArray
@@ -113,6 +114,7 @@ class Demote:
 
     job_id: JobId
     tier_idx: int
+    group_idx: int
     keys: tuple[OffloadKey, ...]
     places: tuple[Place, ...]
     """Records of one extent are adjacent and in order."""
@@ -156,11 +158,15 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferDone:
-    """The one answer to a command.
+    """The answer to a command.
 
     `failed` indexes the command's chunks: the slots of an offload, the keys of a promote or
     demote, the concatenated keys of a load's promotes. A load that could not reach the GPU at all
     has `ok` False even if `failed` is empty.
+
+    Each command has one answer, with one exception: chunks of a load or promote that are reported
+    as `DEADLINE` are still being read, so their slots stay reserved. When the last of them has
+    settled, a second answer of the same job says which of them failed for good.
     """
 
     job_id: JobId

@@ -1,0 +1,1 @@
+"""Payload stores of the secondary tiers."""

@@ -17,8 +17,8 @@ class RecordIo:
     key: OffloadKey
     place: Place
     slot: memoryview
-    """The whole slot: format `B`, writable, page-aligned, `stride_pages * PAGE_BYTES` long; the
-    payload is its first `payload_bytes`. Owned by the caller, who keeps it until the call returns."""
+    """The whole slot: format `B`, writable, page-aligned, whole pages; the payload is its first
+    `payload_bytes`. Owned by the caller, who keeps it until the call returns."""
 
 
 class Backend(Protocol):

@@ -1,22 +1,27 @@
 """What the executor asks of a copy engine: GPU blocks <-> slots."""
 
-from typing import Protocol
+from typing import NewType, Protocol
 
 from tierstore.layout import CanonicalKVCaches
-from tierstore.transfer import IntArray, JobId
+from tierstore.transfer import IntArray
 
-__all__ = ["CopyEngine"]
+__all__ = ["CopyEngine", "CopyId"]
+
+CopyId = NewType("CopyId", int)
+"""One submitted copy; the executor maps it to its job."""
 
 
 class CopyEngine(Protocol):
     """Moves chunks between the engine's blocks and the primary pool's slots.
 
-    `submit_*` enqueue and return; `poll` names the jobs whose bytes have arrived. Called from the
-    worker's main thread only. Several submits may share a job id: the job is done when the last
-    of them is. Copies of one direction finish in the order of their submission.
+    `submit_*` enqueue and return; `poll` names the copies whose bytes have arrived. Loads may be
+    submitted from any thread (an I/O thread that has just filled a slot), the rest is called from
+    the worker's main thread. Copies of one direction finish in the order of their submission.
     """
 
-    def register(self, caches: CanonicalKVCaches, pool_address: int, pool_bytes: int) -> None:
+    def register(
+        self, caches: CanonicalKVCaches, blocks_per_chunk: int, pool_address: int, pool_bytes: int
+    ) -> None:
         """Learn the regions; may take milliseconds (thresholds are measured here).
 
         Raises:
@@ -24,20 +29,30 @@ class CopyEngine(Protocol):
         """
 
     def submit_offload(
-        self, job_id: JobId, group_idx: int, block_ids: IntArray, slots: IntArray
+        self, copy_id: CopyId, group_idx: int, block_ids: IntArray, slots: IntArray
     ) -> None:
-        """Copy blocks (chunks, blocks_per_chunk) to slots (chunks,), after the engine's step."""
+        """Copy blocks (chunks, blocks_per_chunk) to slots (chunks,).
+
+        Reads the blocks after the work that the engine has launched so far.
+
+        Raises:
+            LayoutError: a block id or a slot lies outside its region; nothing was copied.
+        """
 
     def submit_load(
-        self, job_id: JobId, group_idx: int, block_ids: IntArray, slots: IntArray
+        self, copy_id: CopyId, group_idx: int, block_ids: IntArray, slots: IntArray
     ) -> None:
-        """Copy slots (chunks,) to blocks (chunks, blocks_per_chunk); negative ids are skipped."""
+        """Copy slots (chunks,) to blocks (chunks, blocks_per_chunk); negative ids are skipped.
 
-    def poll(self) -> list[JobId]:
-        """Return the jobs whose copies are complete, each once. Never blocks."""
+        Raises:
+            LayoutError: a block id or a slot lies outside its region; nothing was copied.
+        """
 
-    def fence(self, job_ids: tuple[JobId, ...]) -> None:
-        """Keep the engine's next step from writing before these jobs have read their blocks."""
+    def poll(self) -> list[CopyId]:
+        """Return the copies that are complete, each once. Never blocks."""
+
+    def fence(self, copy_ids: tuple[CopyId, ...]) -> None:
+        """Keep the engine's next step from writing before these copies have read their blocks."""
 
     def close(self) -> None:
         """Wait for what is in flight and forget the regions; idempotent."""

@@ -4,80 +4,199 @@ The stack is the control plane below the planner and the embedded store: it know
 places, never bytes. It takes no lock and is called by one thread.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import IntEnum
+import dataclasses
+import itertools
+from collections.abc import Collection, Sequence
+from typing import Self
 
+import numpy as np
+
+from tierstore.config import StoreConfig
 from tierstore.key import OffloadKey
+from tierstore.layout import GroupKind, GroupSpec
+from tierstore.manifest import Manifest
+from tierstore.metrics import Counters, Metric
+from tierstore.tier.cascade import Cascade
+from tierstore.tier.primary import PrimaryTier
+from tierstore.tier.promotion import Promotions
+from tierstore.tier.reservation import ChunkState, LoadReservation, OffloadReservation
+from tierstore.tier.secondary import SecondaryTier
 from tierstore.transfer import Command, IntArray, JobId, Promote, TransferDone
 
-__all__ = ["ChunkState", "LoadReservation", "OffloadReservation", "TierStack"]
+__all__ = ["PRIMARY_NAME", "TierStack"]
 
-
-class ChunkState(IntEnum):
-    """Where a chunk is."""
-
-    ABSENT = 0
-    ARRIVING = 1
-    """Reserved in the primary tier, bytes on the way: ask again later."""
-    RECORDED = 2
-    """Only in a secondary tier; can be loaded."""
-    RESIDENT = 3
-    """In a primary slot; can be loaded."""
-
-
-@dataclass(frozen=True, slots=True)
-class OffloadReservation:
-    """Slots for the keys that were neither resident nor arriving nor refused."""
-
-    indices: tuple[int, ...]
-    """Positions in the asked keys, ascending."""
-    keys: tuple[OffloadKey, ...]
-    slots: IntArray
-
-
-@dataclass(frozen=True, slots=True)
-class LoadReservation:
-    """Pinned or arriving slots for every asked key, and the promotes that fill the arriving ones."""
-
-    job_id: JobId
-    slots: tuple[IntArray, ...]
-    """Per asked group, in the order of its keys."""
-    promotes: tuple[Promote, ...]
-    pinned: tuple[OffloadKey, ...]
+PRIMARY_NAME = "primary"
+"""The primary tier's label in metrics."""
 
 
 class TierStack:
     """Primary tier over secondary tiers, with the cascade between them."""
 
+    def __init__(
+        self,
+        groups: Sequence[GroupSpec],
+        primary: PrimaryTier,
+        secondaries: Sequence[SecondaryTier],
+        cascades: Sequence[Cascade],
+        counters: Counters,
+    ) -> None:
+        """Take over the tiers; `secondaries` and `cascades` are in the order of the config."""
+        self._groups = groups
+        self._primary = primary
+        self._secondaries = secondaries
+        self._cascades = cascades
+        self._counters = counters
+        self._job_ids = itertools.count(1)
+        # Chunks that were in flight when the tiers were reset: their bytes must not be found.
+        self._doomed: set[OffloadKey] = set()
+        self._promotions = Promotions(groups, primary, secondaries, cascades, counters)
+
+    @classmethod
+    def open(
+        cls, config: StoreConfig, manifest: Manifest, *, rank_count: int, counters: Counters
+    ) -> Self:
+        """Open the control half of all configured tiers.
+
+        Raises:
+            ConfigError: a capacity is too small.
+            CatalogError, ManifestError: a secondary tier cannot be opened; none stays open.
+        """
+        groups = manifest.group_specs()
+        primary = PrimaryTier(
+            config.primary,
+            [0 if group.kind is GroupKind.UNCACHED else group.slot_bytes for group in groups],
+        )
+        secondaries: list[SecondaryTier] = []
+        try:
+            for tier_idx, tier in enumerate(config.secondary):
+                secondaries.append(
+                    SecondaryTier.open(tier, manifest, tier_idx=tier_idx, rank_count=rank_count)
+                )
+        except BaseException:
+            for secondary in secondaries:
+                secondary.close()
+            raise
+        cascades = [
+            Cascade(
+                tier_idx=tier_idx,
+                config=tier,
+                groups=groups,
+                primary=primary,
+                secondary=secondary,
+                counters=counters,
+            )
+            for tier_idx, (tier, secondary) in enumerate(
+                zip(config.secondary, secondaries, strict=True)
+            )
+        ]
+        return cls(groups, primary, secondaries, cascades, counters)
+
+    def close(self) -> None:
+        """Finish the catalogs' queues and close them; idempotent."""
+        for secondary in self._secondaries:
+            secondary.close()
+
+    @property
+    def primary(self) -> PrimaryTier:
+        """The primary tier, for its counts and its check."""
+        return self._primary
+
+    @property
+    def secondaries(self) -> Sequence[SecondaryTier]:
+        """The secondary tiers, for their counts and checks."""
+        return self._secondaries
+
     def new_job_id(self) -> JobId:
         """Return an id that was not used before."""
-        raise NotImplementedError
+        return JobId(next(self._job_ids))
 
     def locate(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
-        """Say where each chunk is; changes nothing, touches nothing."""
-        raise NotImplementedError
+        """Say where each chunk is; changes nothing, touches nothing.
+
+        About 0.1 us per resident key, 1.5 us per key and secondary tier that has to be asked.
+        """
+        slots = self._locate(keys)
+        if None not in slots:
+            return [ChunkState.RESIDENT] * len(keys)
+        states = [
+            ChunkState.RESIDENT
+            if slot is not None
+            else (ChunkState.ARRIVING if self._is_busy(key) else ChunkState.ABSENT)
+            for key, slot in zip(keys, slots, strict=True)
+        ]
+        for secondary in self._secondaries:
+            missing = [i for i, state in enumerate(states) if state is ChunkState.ABSENT]
+            if not missing:
+                break
+            places = secondary.locate([keys[i] for i in missing])
+            for i, place in zip(missing, places, strict=True):
+                if place is not None:
+                    states[i] = ChunkState.RECORDED
+        return states
 
     def match_prefix(self, keys: Sequence[OffloadKey]) -> int:
         """Return how many leading chunks can be loaded now (resident or recorded)."""
-        raise NotImplementedError
+        slots = self._locate(keys)
+        if None not in slots:
+            return len(keys)
+        head = slots.index(None)
+        states = self.locate(keys[head:])
+        for i, state in enumerate(states):
+            if state < ChunkState.RECORDED:
+                return head + i
+        return len(keys)
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Record a use of chunks of one prefix, given head first."""
-        raise NotImplementedError
+        """Record a use of resident chunks of one prefix, given head first; others are ignored."""
+        slots = self._locate(keys)
+        resident = [key for key, slot in zip(keys, slots, strict=True) if slot is not None]
+        if resident:
+            self._touch_resident(resident)
 
     def reserve_offload(self, group_idx: int, keys: Sequence[OffloadKey]) -> OffloadReservation:
         """Reserve slots for chunks that are not in the primary tier yet.
 
-        Chunks of one prefix come head first. What finds no room (pins) is left out from the tail.
+        Chunks of one prefix come head first. What finds no room (pins) is left out from the tail
+        and counted; chunks that are resident already are touched.
         """
-        raise NotImplementedError
+        slots = self._locate(keys)
+        wanted: dict[OffloadKey, int] = {}
+        for i, (key, slot) in enumerate(zip(keys, slots, strict=True)):
+            if slot is None and not self._is_busy(key):
+                wanted.setdefault(key, i)
+        if len(wanted) < len(keys):
+            self.touch(keys)
+        chosen = list(wanted)
+        reserved = self._reserve(group_idx, chosen)
+        while reserved is None and chosen:
+            chosen = chosen[: len(chosen) // 2]
+            reserved = self._reserve(group_idx, chosen)
+        self._counters.add(
+            Metric.REFUSED_OFFLOADS, len(wanted) - len(chosen), label="primary_pinned"
+        )
+        indices = tuple(wanted[key] for key in chosen)
+        return OffloadReservation(
+            group_idx,
+            indices,
+            tuple(chosen),
+            np.empty(0, np.int64) if reserved is None else reserved,
+        )
 
-    def finish_offload(
-        self, reservation: OffloadReservation, failed: Sequence[int] | set[int] | dict[int, object]
-    ) -> None:
+    def finish_offload(self, reservation: OffloadReservation, failed: Collection[int] = ()) -> None:
         """Commit the chunks that arrived, abort the failed ones (indices into the reservation)."""
-        raise NotImplementedError
+        keys = reservation.keys
+        lost = set(failed)
+        if self._doomed:
+            lost.update(i for i, key in enumerate(keys) if key in self._doomed)
+            self._doomed.difference_update(keys)
+        if lost:
+            self._primary.abort([keys[i] for i in sorted(lost)])
+            keys = tuple(key for i, key in enumerate(keys) if i not in lost)
+            self._counters.add(Metric.REFUSED_OFFLOADS, len(lost), label="copy_failed")
+        self._counters.add(Metric.OFFLOADED_CHUNKS, len(keys))
+        chunk_bytes = self._groups[reservation.group_idx].chunk_bytes
+        self._counters.add(Metric.OFFLOADED_BYTES, len(keys) * chunk_bytes)
+        self._promotions.commit(reservation.group_idx, keys)
 
     def reserve_load(
         self, groups: Sequence[tuple[int, Sequence[OffloadKey]]]
@@ -87,26 +206,154 @@ class TierStack:
         `groups` are (group index, keys head first). None: a chunk is absent or arriving, or pins
         leave no room; nothing was changed then, but for evictions.
         """
-        raise NotImplementedError
+        job_id = self.new_job_id()
+        located = [self._locate(keys) for _, keys in groups]
+        pinned = tuple(
+            key
+            for (_, keys), slots in zip(groups, located, strict=True)
+            for key, slot in zip(keys, slots, strict=True)
+            if slot is not None
+        )
+        found: list[Promote] = []
+        for (group_idx, keys), slots in zip(groups, located, strict=True):
+            missing = [key for key, slot in zip(keys, slots, strict=True) if slot is None]
+            if any(self._is_busy(key) for key in missing):
+                return None
+            promotes = self._promotions.find(job_id, group_idx, missing)
+            if promotes is None:
+                return None
+            found.extend(promotes)
+        self._primary.pin(pinned)
+        reserved: list[Promote] = []
+        for promote in found:
+            slots_new = self._reserve(promote.group_idx, promote.keys)
+            if slots_new is None:
+                self._primary.unpin(pinned)
+                for undone in reserved:
+                    self._primary.abort(undone.keys)
+                return None
+            reserved.append(dataclasses.replace(promote, slots=slots_new))
+        for promote in reserved:
+            self._secondaries[promote.tier_idx].pin(promote.keys)
+        slot_of = {
+            key: slot
+            for promote in reserved
+            for key, slot in zip(promote.keys, promote.slots.tolist(), strict=True)
+        }
+        all_slots = tuple(
+            np.array(
+                [slot_of[k] if s is None else s for k, s in zip(keys, slots, strict=True)],
+                np.int64,
+            )
+            for (_, keys), slots in zip(groups, located, strict=True)
+        )
+        return LoadReservation(job_id, all_slots, tuple(reserved), pinned)
 
     def finish_load(self, reservation: LoadReservation, done: TransferDone) -> None:
-        """Unpin, commit what was promoted, abort and quarantine what failed, touch the chunks."""
-        raise NotImplementedError
+        """Take the answer to a load or promote: unpin, commit what came, drop what failed.
+
+        Chunks that missed their deadline stay arriving, since a hung read may still write to
+        their slots; a second answer of the same job, given to `complete`, settles them.
+        """
+        self._promotions.finish(reservation, done)
+        self._primary.unpin(reservation.pinned)
+        self._bury()
+        self._counters.add(Metric.HIT_CHUNKS, len(reservation.pinned), label=PRIMARY_NAME)
+        self.touch(reservation.pinned)
 
     def commands(self) -> list[Command]:
         """Return the demotes and releases that became possible since the last call."""
-        raise NotImplementedError
+        return [
+            command for cascade in self._cascades for command in cascade.commands(self.new_job_id)
+        ]
 
     def complete(self, done: TransferDone) -> bool:
-        """Take the answer to a command of `commands`; False: it is not one of them."""
-        raise NotImplementedError
+        """Take the answer to a command of `commands`, or the late answer to a load.
+
+        False: the job is not one of them.
+        """
+        if self._promotions.finish_late(done):
+            self._bury()
+            return True
+        return any(cascade.complete(done) for cascade in self._cascades)
+
+    def demote_victims(self, group_idx: int, count: int) -> int:
+        """Ask every `on_evict` tier to record the chunks that `count` new ones would evict.
+
+        Returns how many of them are not recorded yet: 0 means that they can go without loss.
+        """
+        return self.demote_coldest(max(0, count - self._primary.free_count(group_idx)))
+
+    def demote_coldest(self, count: int) -> int:
+        """Ask every `on_evict` tier to record the `count` coldest chunks.
+
+        Returns how many of them are not recorded yet.
+        """
+        if not count or not any(cascade.records_victims for cascade in self._cascades):
+            return 0
+        coldest = self._primary.coldest(count)
+        return sum(cascade.record_victims(coldest) for cascade in self._cascades)
 
     def has_work(self) -> bool:
         """Say whether demotes or releases are waiting for `commands` or `complete`."""
-        raise NotImplementedError
+        return self._promotions.has_late() or any(cascade.has_work() for cascade in self._cascades)
+
+    def write_queue_room_bytes(self) -> int:
+        """Return the bytes that may be offloaded now without a tier dropping their demote."""
+        return min((cascade.room_bytes() for cascade in self._cascades), default=1 << 62)
 
     def reset(self) -> None:
-        """Forget the primary tier's unpinned chunks and make all recorded chunks of this namespace
-        unreachable (weights changed).
+        """Forget all chunks of this namespace in all tiers (the weights changed).
+
+        Chunks that a transfer holds are unreachable from now on and forgotten when it ends.
         """
-        raise NotImplementedError
+        for cascade in self._cascades:
+            cascade.cancel()
+        self._doomed.update(self._primary.clear())
+        self._doomed.update(self._primary.arriving)
+        for secondary in self._secondaries:
+            secondary.clear()
+
+    def check(self) -> list[str]:
+        """Verify the invariants of all tiers; return the violations in words (empty: sound)."""
+        problems = self._primary.check()
+        for secondary in self._secondaries:
+            problems += secondary.check()
+        return problems
+
+    def _reserve(self, group_idx: int, keys: Sequence[OffloadKey]) -> IntArray | None:
+        if not keys:
+            return None
+        reservation = self._primary.reserve(group_idx, keys)
+        if reservation is None:
+            return None
+        if reservation.evicted:
+            self._counters.add(Metric.EVICTED_CHUNKS, len(reservation.evicted), label=PRIMARY_NAME)
+            for cascade in self._cascades:
+                cascade.on_evicted(reservation.evicted)
+        return reservation.slots
+
+    def _locate(self, keys: Sequence[OffloadKey]) -> list[int | None]:
+        slots = self._primary.locate(keys)
+        if not self._doomed:
+            return slots
+        return [
+            None if key in self._doomed else slot for key, slot in zip(keys, slots, strict=True)
+        ]
+
+    def _is_busy(self, key: OffloadKey) -> bool:
+        return key in self._primary.arriving or key in self._doomed
+
+    def _bury(self) -> None:
+        """Forget doomed chunks that no transfer holds any more."""
+        if self._doomed:
+            doomed = [key for key in self._doomed if key not in self._primary.arriving]
+            self._doomed.difference_update(self._primary.discard(doomed))
+
+    def _touch_resident(self, keys: Sequence[OffloadKey]) -> None:
+        tail_first = keys[::-1]
+        self._primary.touch(tail_first)
+        for cascade in self._cascades:
+            cascade.on_touched(keys)
+        for secondary in self._secondaries:
+            secondary.touch(tail_first)

@@ -1,0 +1,371 @@
+"""The executor: commands in, copies and I/O tasks out, one answer per command."""
+
+import itertools
+import logging
+import threading
+from collections.abc import Iterable
+from functools import partial
+from typing import Self
+
+from tierstore.backend.opening import open_backend
+from tierstore.backend.protocol import Backend
+from tierstore.clock import Clock, MonotonicClock
+from tierstore.config import SecondaryConfig, StoreConfig
+from tierstore.dma.host import HostCopyEngine
+from tierstore.dma.protocol import CopyEngine, CopyId
+from tierstore.errors import BackendError, LayoutError
+from tierstore.executor.job import Job, PartIndex, RecordSpan, split_batches
+from tierstore.io_pool import IoPool
+from tierstore.layout import PAGE_BYTES, CanonicalKVCaches
+from tierstore.manifest import Manifest
+from tierstore.memory import HostPool
+from tierstore.metrics import Counters, Metric
+from tierstore.transfer import (
+    Command,
+    Demote,
+    FailureReason,
+    JobId,
+    Load,
+    LoadPart,
+    Offload,
+    Promote,
+    Release,
+    TransferDone,
+)
+
+__all__ = ["TransferExecutor"]
+
+_logger = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT_SECONDS = 30.0
+
+
+class _TierIo:
+    """One secondary tier's backend and its own threads, so that a hung tier stalls no other."""
+
+    def __init__(self, config: SecondaryConfig, backend: Backend) -> None:
+        self.config = config
+        self.backend: Backend | None = backend
+        self.pool = IoPool(config.io.threads, f"tierstore-{config.name}")
+
+    def open(self) -> None:
+        try:
+            assert self.backend is not None
+            self.backend.open()
+        except BackendError as error:
+            _logger.error("tier is out of use: tier=%s cause=%s", self.config.name, error)
+            self.backend = None
+        self.pool.open()
+
+
+class TransferExecutor:
+    """Owns the pinned pool, the copy engine, the backends and the I/O threads of one rank.
+
+    One thread calls it (the worker's main thread). Every command is answered by `poll` or `drain`,
+    whatever happens to its bytes (see `TransferDone`).
+
+    A job's tasks run in I/O threads. A task that has filled slots submits their copies to the GPU
+    itself, so that the copy of one batch overlaps the read of the next.
+    """
+
+    def __init__(
+        self,
+        *,
+        manifest: Manifest,
+        pool: HostPool,
+        engine: CopyEngine | None,
+        tiers: list[_TierIo],
+        counters: Counters,
+        clock: Clock,
+    ) -> None:
+        """Take over the parts; use `open`."""
+        self._chunk_bytes = [manifest.chunk_bytes(i) for i in range(len(manifest.groups))]
+        self._slot_bytes = [group.slot_bytes for group in manifest.group_specs()]
+        self._pool = pool
+        self._engine = engine
+        self._tiers = tiers
+        self._counters = counters
+        self._clock = clock
+        self._copy_ids = itertools.count(1)
+        # Guards everything below: tasks report from their threads.
+        self._changed = threading.Condition()
+        self._jobs: dict[JobId, Job] = {}
+        self._copies: dict[CopyId, Job] = {}
+        self._closed = False
+
+    @classmethod
+    def open(
+        cls,
+        config: StoreConfig,
+        manifest: Manifest,
+        *,
+        rank: int,
+        rank_count: int,
+        caches: CanonicalKVCaches | None,
+        counters: Counters,
+    ) -> Self:
+        """Allocate the pool, open the backends, start the I/O threads.
+
+        A backend that cannot be opened is logged once and answers every command with `IO_ERROR`.
+        `caches` is None for embedded use: no GPU blocks, only slots.
+
+        Raises:
+            LayoutError: the copy engine cannot address the caches.
+        """
+        pool = HostPool(
+            config.primary.capacity_bytes // PAGE_BYTES * PAGE_BYTES,
+            huge_pages=config.primary.huge_pages,
+        )
+        engine = None
+        if caches is not None:
+            engine = HostCopyEngine()
+            engine.register(caches, manifest.blocks_per_chunk, pool.address, pool.size_bytes)
+        tiers = [
+            _TierIo(tier, open_backend(tier, manifest, rank=rank, rank_count=rank_count))
+            for tier in config.secondary
+        ]
+        for tier in tiers:
+            tier.open()
+        return cls(
+            manifest=manifest,
+            pool=pool,
+            engine=engine,
+            tiers=tiers,
+            counters=counters,
+            clock=MonotonicClock(),
+        )
+
+    def fence(self, job_ids: tuple[JobId, ...]) -> None:
+        """Keep the engine's next step from writing before these offloads have left the GPU."""
+        if self._engine is not None and job_ids:
+            wanted = set(job_ids)
+            with self._changed:
+                copy_ids = [c for c, job in self._copies.items() if job.job_id in wanted]
+            self._engine.fence(tuple(copy_ids))
+
+    def submit(self, commands: Iterable[Command]) -> None:
+        """Start commands; returns at once.
+
+        Offloads read the GPU blocks as of the work that the engine has launched so far, so they
+        are submitted after the forward pass, everything else before or after.
+        """
+        for command in commands:
+            job = Job(command.job_id)
+            with self._changed:
+                self._jobs[command.job_id] = job
+            if isinstance(command, Offload):
+                assert self._engine is not None, "an offload needs registered KV caches"
+                self._start_copy(job, command, self._engine)
+            elif isinstance(command, Load):
+                self._start_load(job, command)
+            elif isinstance(command, Promote):
+                self._start_promote(job, command, 0, None)
+            elif isinstance(command, Demote):
+                self._start_demote(job, command)
+            else:
+                self._start_release(job, command)
+
+    def poll(self) -> list[TransferDone]:
+        """Return the answers that became known; never blocks."""
+        arrived = self._engine.poll() if self._engine is not None else []
+        answers: list[TransferDone] = []
+        with self._changed:
+            for copy_id in arrived:
+                self._copies.pop(copy_id).copies_left -= 1
+            settled = [job for job in self._jobs.values() if job.is_settled()]
+            for job in settled:
+                del self._jobs[job.job_id]
+                answers.append(job.done())
+            now = self._clock.seconds()
+            answers += [job.abandon() for job in self._jobs.values() if job.is_overdue(now)]
+        return answers
+
+    def wait(self, timeout_seconds: float) -> None:
+        """Sleep until a task reports or time is up; not at all while copies are on their way."""
+        with self._changed:
+            if not self._copies and not any(job.is_settled() for job in self._jobs.values()):
+                self._changed.wait(timeout_seconds)
+
+    def drain(self, timeout_seconds: float) -> list[TransferDone]:
+        """Wait until every submitted command is answered or time is up; return the answers."""
+        until = self._clock.seconds() + timeout_seconds
+        answers = self.poll()
+        while self._jobs and self._clock.seconds() < until:
+            self.wait(0.01)
+            answers += self.poll()
+        return answers
+
+    @property
+    def pool(self) -> HostPool:
+        """The slots' memory; the slot with number s starts at s * PAGE_BYTES."""
+        return self._pool
+
+    def sync(self) -> None:
+        """Flush all written payload to the devices.
+
+        Raises:
+            BackendError: a device refused.
+        """
+        for tier in self._tiers:
+            if tier.backend is not None:
+                tier.backend.sync()
+
+    def close(self) -> None:
+        """Finish what was accepted, stop the threads, free the pool; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        stopped = [tier.pool.close(_CLOSE_TIMEOUT_SECONDS) for tier in self._tiers]
+        if self._engine is not None:
+            self._engine.close()
+        if all(stopped):
+            for tier in self._tiers:
+                if tier.backend is not None:
+                    tier.backend.close()
+            self._pool.close()
+        else:
+            # A thread still hangs in its I/O: freeing the memory that it writes to would be worse.
+            _logger.error("I/O threads hang at close: their memory stays allocated")
+
+    def _start_load(self, job: Job, load: Load) -> None:
+        index = PartIndex(load)
+        for part in index.resident_parts():
+            assert self._engine is not None, "a load to blocks needs registered KV caches"
+            self._start_copy(job, part, self._engine)
+        first = 0
+        for promote in load.promotes:
+            self._start_promote(job, promote, first, index)
+            first += len(promote.keys)
+
+    def _start_promote(
+        self, job: Job, promote: Promote, first: int, index: PartIndex | None
+    ) -> None:
+        """Queue the reads of a promote; its keys have the indices from `first` in the job."""
+        tier = self._tiers[promote.tier_idx]
+        indices = range(first, first + len(promote.keys))
+        if tier.backend is None:
+            self._fail(job, indices, FailureReason.IO_ERROR)
+            return
+        spans = self._spans(promote, first, tier)
+        with self._changed:
+            deadline_at = self._clock.seconds() + tier.config.io.deadline_seconds
+            job.deadline_at = min(job.deadline_at, deadline_at)
+            job.unread.update(indices)
+            job.tasks_left += len(spans)
+        for span in spans:
+            tier.pool.submit_read(partial(self._read, job, tier.backend, span, index))
+
+    def _start_demote(self, job: Job, demote: Demote) -> None:
+        tier = self._tiers[demote.tier_idx]
+        if tier.backend is None:
+            self._fail(job, range(len(demote.keys)), FailureReason.IO_ERROR)
+            return
+        spans = self._spans(demote, 0, tier)
+        with self._changed:
+            job.tasks_left += len(spans)
+        for span in spans:
+            tier.pool.submit_write(partial(self._write, job, tier, span))
+
+    def _start_release(self, job: Job, release: Release) -> None:
+        tier = self._tiers[release.tier_idx]
+        if tier.backend is None:
+            job.ok = False
+            return
+        job.tasks_left = 1
+        tier.pool.submit_write(partial(self._release, job, tier.backend, release))
+
+    def _spans(self, command: Promote | Demote, first: int, tier: _TierIo) -> list[RecordSpan]:
+        return [
+            RecordSpan(command, start, stop, first)
+            for start, stop in split_batches(
+                command.places, self._chunk_bytes[command.group_idx], tier.config.io.threads
+            )
+        ]
+
+    def _start_copy(self, job: Job, part: Offload | LoadPart, engine: CopyEngine) -> None:
+        """Submit one copy; may run in an I/O thread."""
+        copy_id = CopyId(next(self._copy_ids))
+        with self._changed:
+            self._copies[copy_id] = job
+            job.copies_left += 1
+        submit = engine.submit_offload if isinstance(part, Offload) else engine.submit_load
+        try:
+            submit(copy_id, part.group_idx, part.block_ids, part.slots)
+        except LayoutError as error:
+            _logger.error("copy refused: job=%d cause=%s", job.job_id, error)
+            with self._changed:
+                del self._copies[copy_id]
+                job.copies_left -= 1
+                job.ok = False
+            if isinstance(part, Offload):
+                self._fail(job, range(len(part.slots)), FailureReason.LAYOUT)
+            return
+        if isinstance(part, LoadPart):
+            self._counters.add(Metric.LOADED_CHUNKS, len(part.slots))
+            self._counters.add(
+                Metric.LOADED_BYTES, len(part.slots) * self._chunk_bytes[part.group_idx]
+            )
+
+    def _fail(self, job: Job, indices: Iterable[int], reason: FailureReason) -> None:
+        with self._changed:
+            job.failed.update(dict.fromkeys(indices, reason))
+
+    def _read(self, job: Job, backend: Backend, span: RecordSpan, index: PartIndex | None) -> None:
+        """Fill slots and send them on to the GPU (in an I/O thread)."""
+        failed: dict[int, FailureReason] = dict.fromkeys(
+            range(span.record_count), FailureReason.IO_ERROR
+        )
+        try:
+            failed = backend.read(span.records(self._pool.view, self._slot_bytes))
+            if index is not None and self._engine is not None:
+                self._send_on(job, index.parts_of(span.slots_without(failed)), self._engine)
+        finally:
+            self._end_task(job, span, failed)
+
+    def _send_on(self, job: Job, parts: list[LoadPart], engine: CopyEngine) -> None:
+        for part in parts:
+            with self._changed:
+                if job.abandoned:
+                    return
+                # Counted before the lock is dropped: a job with a copy on its way cannot be
+                # abandoned, so no copy ever writes to blocks that the engine took back.
+                job.copies_left += 1
+            try:
+                self._start_copy(job, part, engine)
+            finally:
+                with self._changed:
+                    job.copies_left -= 1
+
+    def _write(self, job: Job, tier: _TierIo, span: RecordSpan) -> None:
+        """Write slots to records (in an I/O thread)."""
+        failed: dict[int, FailureReason] = dict.fromkeys(
+            range(span.record_count), FailureReason.IO_ERROR
+        )
+        try:
+            assert tier.backend is not None
+            written = tier.backend.write(span.records(self._pool.view, self._slot_bytes))
+            if tier.config.io.durable:
+                tier.backend.sync()
+            failed = written
+        except BackendError as error:
+            _logger.error("sync failed: tier=%s cause=%s", tier.config.name, error)
+        finally:
+            self._end_task(job, span, failed)
+
+    def _release(self, job: Job, backend: Backend, release: Release) -> None:
+        reason: FailureReason | None = FailureReason.IO_ERROR
+        try:
+            reason = backend.release(release.runs, release.empty_segments)
+        finally:
+            with self._changed:
+                job.ok = reason is None
+                job.tasks_left -= 1
+                self._changed.notify_all()
+
+    def _end_task(self, job: Job, span: RecordSpan, failed: dict[int, FailureReason]) -> None:
+        first = span.first + span.start
+        with self._changed:
+            job.failed.update({first + i: reason for i, reason in failed.items()})
+            job.unread.difference_update(range(first, first + span.record_count))
+            job.tasks_left -= 1
+            self._changed.notify_all()

@@ -1,0 +1,176 @@
+"""One command on its way through the data plane."""
+
+import math
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.backend.protocol import RecordIo
+from tierstore.layout import PAGE_BYTES
+from tierstore.record import PLACE_DTYPE
+from tierstore.transfer import (
+    Demote,
+    FailureReason,
+    IntArray,
+    JobId,
+    Load,
+    LoadPart,
+    Place,
+    Promote,
+    TransferDone,
+)
+
+__all__ = ["Job", "PartIndex", "RecordSpan", "split_batches"]
+
+_BATCH_BYTES_MIN = 1 << 20
+_BATCH_BYTES_MAX = 8 << 20
+
+
+@dataclass(slots=True)
+class Job:
+    """What is still outstanding of a command, and what went wrong so far."""
+
+    job_id: JobId
+    unread: set[int] = field(default_factory=set)
+    """Indices of chunks whose read has not ended; only reads have a deadline."""
+    deadline_at: float = math.inf
+    tasks_left: int = 0
+    copies_left: int = 0
+    ok: bool = True
+    failed: dict[int, FailureReason] = field(default_factory=dict)
+    abandoned: bool = False
+    """The deadline passed and was answered: nothing more may be copied to the engine's blocks."""
+
+    def is_settled(self) -> bool:
+        """Say whether no task and no copy is outstanding."""
+        return self.tasks_left == 0 and self.copies_left == 0
+
+    def is_overdue(self, now_seconds: float) -> bool:
+        """Say whether the deadline passed and can be answered: no copy is writing to the GPU."""
+        return (
+            now_seconds > self.deadline_at
+            and not self.abandoned
+            and self.tasks_left > 0
+            and self.copies_left == 0
+        )
+
+    def abandon(self) -> TransferDone:
+        """Answer for a job whose deadline passed; a second answer follows when it is settled."""
+        self.abandoned = True
+        late = dict.fromkeys(self.unread, FailureReason.DEADLINE)
+        return TransferDone(job_id=self.job_id, ok=False, failed=self.failed | late)
+
+    def done(self) -> TransferDone:
+        """Answer for a settled job."""
+        return TransferDone(
+            job_id=self.job_id, ok=self.ok and not self.failed, failed=dict(self.failed)
+        )
+
+
+class PartIndex:
+    """Finds the engine blocks that wait for promoted slots."""
+
+    def __init__(self, load: Load) -> None:
+        """Index the slots that the load's promotes fill. O(promoted chunks)."""
+        promoted = {slot for promote in load.promotes for slot in promote.slots.tolist()}
+        self._parts = load.parts
+        self._rows = {
+            slot: (part_idx, row)
+            for part_idx, part in enumerate(load.parts)
+            for row, slot in enumerate(part.slots.tolist())
+            if slot in promoted
+        }
+
+    def resident_parts(self) -> list[LoadPart]:
+        """Return the parts of the load that no promote has to fill first."""
+        rows_waiting: dict[int, list[int]] = {}
+        for part_idx, row in self._rows.values():
+            rows_waiting.setdefault(part_idx, []).append(row)
+        parts = []
+        for part_idx, part in enumerate(self._parts):
+            ready = np.ones(len(part.slots), bool)
+            ready[rows_waiting.get(part_idx, [])] = False
+            if ready.any():
+                parts.append(
+                    LoadPart(
+                        group_idx=part.group_idx,
+                        block_ids=part.block_ids[ready],
+                        slots=part.slots[ready],
+                    )
+                )
+        return parts
+
+    def parts_of(self, slots: IntArray) -> list[LoadPart]:
+        """Return what may be copied now that these slots are filled."""
+        rows: dict[int, list[int]] = {}
+        for slot in slots.tolist():
+            found = self._rows.get(slot)
+            if found is not None:
+                rows.setdefault(found[0], []).append(found[1])
+        return [
+            LoadPart(
+                group_idx=self._parts[part_idx].group_idx,
+                block_ids=self._parts[part_idx].block_ids[chosen],
+                slots=self._parts[part_idx].slots[chosen],
+            )
+            for part_idx, chosen in rows.items()
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordSpan:
+    """The records [start, stop) of a promote or demote: what one I/O task moves."""
+
+    command: Promote | Demote
+    start: int
+    stop: int
+    first: int
+    """Index, within its job, of the command's first chunk."""
+
+    @property
+    def record_count(self) -> int:
+        """How many records the span has."""
+        return self.stop - self.start
+
+    def records(self, pool: memoryview, slot_bytes: Sequence[int]) -> list[RecordIo]:
+        """Pair the records with their slots; `slot_bytes` is indexed by group."""
+        size = slot_bytes[self.command.group_idx]
+        offsets = (self.command.slots[self.start : self.stop] * PAGE_BYTES).tolist()
+        return [
+            RecordIo(key, place, pool[offset : offset + size])
+            for key, place, offset in zip(
+                self.command.keys[self.start : self.stop],
+                self.command.places[self.start : self.stop],
+                offsets,
+                strict=True,
+            )
+        ]
+
+    def slots_without(self, failed: Container[int]) -> IntArray:
+        """Return the slots of the records that did not fail."""
+        slots = self.command.slots[self.start : self.stop]
+        return slots[[i for i in range(self.record_count) if i not in failed]]
+
+
+def split_batches(
+    places: tuple[Place, ...], chunk_bytes: int, thread_count: int
+) -> list[tuple[int, int]]:
+    """Split records into half-open runs [start, stop), one per I/O task.
+
+    Cuts only between extents, so that an extent is written by one call and read with its header
+    page. Batches are small enough to keep all threads busy and to overlap reads with copies.
+    """
+    fields: npt.NDArray[np.void] = np.frombuffer(b"".join(places), dtype=PLACE_DTYPE)
+    extents = fields["segment"].astype(np.int64) << 32 | fields["header_page"]
+    cuts = [*(np.flatnonzero(extents[1:] != extents[:-1]) + 1).tolist(), len(places)]
+    target = len(places) * chunk_bytes // (2 * thread_count)
+    target = min(max(target, _BATCH_BYTES_MIN), _BATCH_BYTES_MAX)
+    batches = []
+    start = 0
+    for cut in cuts:
+        if (cut - start) * chunk_bytes >= target or cut == len(places):
+            batches.append((start, cut))
+            start = cut
+    return batches

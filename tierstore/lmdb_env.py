@@ -1,0 +1,233 @@
+"""LMDB environments: the only module that imports lmdb.
+
+An environment must not be opened twice in one process, so openers of one directory share one
+environment by reference count. Every exception of the library is translated here, and only here.
+"""
+
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Self, TypeAlias
+
+import lmdb
+
+from tierstore.errors import (
+    BackendCorruptError,
+    BackendError,
+    BackendFullError,
+    ClosedError,
+    TierStoreError,
+)
+
+__all__ = [
+    "LOCK_FILE_BYTES",
+    "Cursor",
+    "Database",
+    "LmdbEnv",
+    "Transaction",
+    "ViewTransaction",
+    "translate",
+]
+
+# The library's classes are generic for type checkers only.
+if TYPE_CHECKING:
+    Transaction: TypeAlias = lmdb.Transaction[bytes]
+    ViewTransaction: TypeAlias = lmdb.Transaction[memoryview]
+    Cursor: TypeAlias = lmdb.Cursor[bytes]
+    Database: TypeAlias = lmdb._Database  # noqa: SLF001 - exported under this name only
+else:
+    Transaction = ViewTransaction = lmdb.Transaction
+    Cursor = lmdb.Cursor
+    Database = lmdb._Database  # noqa: SLF001 - exported under this name only
+
+_READERS_MAX = 126
+LOCK_FILE_BYTES = 16 << 10
+"""Bytes of an environment's lock file: 64 per reader, rounded up with room."""
+
+_DATABASES_MAX = 16
+
+ERRORS: Mapping[str, type[TierStoreError]] = {
+    "BadChecksumError": BackendCorruptError,
+    "BadDbiError": BackendError,
+    "BadRslotError": BackendError,
+    "BadTxnError": BackendError,
+    "BadValsizeError": BackendError,
+    "CorruptedError": BackendCorruptError,
+    "CryptoFailError": BackendError,
+    "CursorFullError": BackendError,
+    "DbsFullError": BackendError,
+    "DiskError": BackendFullError,
+    "EnvEncryptionError": BackendError,
+    "Error": BackendError,
+    "IncompatibleError": BackendCorruptError,
+    "InvalidError": BackendCorruptError,
+    "InvalidParameterError": BackendError,
+    "KeyExistsError": BackendError,
+    "LockError": BackendError,
+    "MapFullError": BackendFullError,
+    "MapResizedError": BackendError,
+    "MemoryError": BackendError,
+    "NotFoundError": BackendCorruptError,
+    "PageFullError": BackendCorruptError,
+    "PageNotFoundError": BackendCorruptError,
+    "PanicError": BackendCorruptError,
+    "ProblemError": BackendError,
+    "ReadersFullError": BackendError,
+    "ReadonlyError": BackendError,
+    "TlsFullError": BackendError,
+    "TxnFullError": BackendFullError,
+    "VersionMismatchError": BackendCorruptError,
+}
+"""What each exception class of the library becomes, by name (older versions lack some)."""
+
+_REMEDIES: Mapping[type[TierStoreError], str] = {
+    BackendFullError: "free space on the device, or raise the tier's capacity",
+    BackendCorruptError: "remove the directory of the tier; it is rebuilt from nothing",
+    BackendError: "check the permissions and the health of the device",
+}
+
+
+def translate(error: lmdb.Error, directory: Path) -> TierStoreError:
+    """Return the error of ours that stands for one of the library's."""
+    kind = ERRORS.get(type(error).__name__, BackendError)
+    return kind(f"{directory}: {error}; {_REMEDIES[kind]}")
+
+
+class LmdbEnv:
+    """One environment of this process, shared by all who open its directory; thread-safe.
+
+    A write transaction belongs to the thread that began it. After a fork the child opens anew.
+    """
+
+    _shared: "dict[tuple[int, str], LmdbEnv]" = {}  # noqa: RUF012 - one registry per process
+    _registry_lock = threading.Lock()
+
+    def __init__(self, directory: Path, env: lmdb.Environment, key: tuple[int, str]) -> None:
+        self.directory = directory
+        self._env = env
+        self._key = key
+        self._reference_count = 0
+        self._databases: dict[bytes, Database] = {}
+
+    @classmethod
+    def open(cls, directory: Path, *, map_bytes: int) -> Self:
+        """Open or create the environment below `directory`, which is made if needed.
+
+        `map_bytes` bounds the data file for good, or grows to its present size. Of several
+        openers in one process the first decides. Nothing is flushed but by `sync`.
+
+        Raises:
+            BackendError: it cannot be opened; the message says what to do.
+        """
+        with cls._registry_lock:
+            key = (os.getpid(), os.path.realpath(directory))
+            shared = cls._shared.get(key)
+            if shared is None:
+                shared = cls._shared[key] = cls(directory, _open_env(directory, map_bytes), key)
+            shared._reference_count += 1
+            return shared  # type: ignore[return-value]
+
+    def close(self) -> None:
+        """Give one reference back; the last one closes the environment."""
+        with self._registry_lock:
+            if self._reference_count == 0:
+                return
+            self._reference_count -= 1
+            if self._reference_count == 0:
+                del self._shared[self._key]
+                self._env.close()
+
+    def database(self, name: bytes) -> Database:
+        """Open or create one named database; its handle lives as long as the environment."""
+        with self._registry_lock:
+            handle = self._databases.get(name)
+            if handle is None:
+                with self._translated():
+                    handle = self._databases[name] = self._env.open_db(name)
+            return handle
+
+    @contextmanager
+    def read(self, database: Database | None = None) -> Iterator[Transaction]:
+        """Run a read transaction: a snapshot, which costs no lock.
+
+        Library errors inside the block are translated.
+
+        Raises:
+            BackendError: the library failed.
+        """
+        with self._translated(), self._env.begin(db=database) as txn:
+            yield txn
+
+    @contextmanager
+    def read_views(self, database: Database | None = None) -> Iterator[ViewTransaction]:
+        """Run a read transaction whose values are views into the map, dead when it ends.
+
+        Raises:
+            BackendError: the library failed.
+        """
+        with self._translated(), self._env.begin(db=database, buffers=True) as txn:
+            yield txn
+
+    @contextmanager
+    def write(self, database: Database | None = None) -> Iterator[Transaction]:
+        """Run the one write transaction of all processes; waits for the others to end theirs.
+
+        Committed at the end of the block, aborted by any exception.
+
+        Raises:
+            BackendFullError: the map, the transaction or the device is full; nothing was changed.
+            BackendError: the library failed; nothing was changed.
+        """
+        with self._translated(), self._env.begin(db=database, write=True) as txn:
+            yield txn
+
+    def sync(self) -> None:
+        """Flush everything committed to the device.
+
+        Raises:
+            BackendError: the device refused.
+        """
+        with self._translated():
+            self._env.sync(force=True)
+
+    def forget_dead_readers(self) -> int:
+        """Free the slots of killed processes, whose snapshots would keep old pages from reuse."""
+        with self._translated():
+            return self._env.reader_check()
+
+    def used_bytes(self) -> int:
+        """Return the bytes that the data file has reached; it never shrinks."""
+        with self._translated():
+            return (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        if self._reference_count == 0:
+            raise ClosedError(f"{self.directory}: the environment is closed")
+        try:
+            yield
+        except lmdb.Error as error:
+            raise translate(error, self.directory) from error
+
+
+def _open_env(directory: Path, map_bytes: int) -> lmdb.Environment:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        env = lmdb.open(
+            os.fspath(directory),
+            map_size=map_bytes,
+            max_dbs=_DATABASES_MAX,
+            max_readers=_READERS_MAX,
+            sync=False,
+            metasync=False,
+            readahead=False,
+            meminit=False,
+        )
+        env.reader_check()
+    except lmdb.Error as error:
+        raise translate(error, directory) from error
+    except OSError as error:
+        raise BackendError(f"{directory}: {error}; make the path writable") from error
+    return env

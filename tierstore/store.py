@@ -1,0 +1,417 @@
+"""TierStore: both planes in one process, for embedded use and for tools.
+
+put:  keys -> slots (copied from the caller's array) -> resident -> cascade
+get:  resident or promoted slots -> copied to the caller's array
+"""
+
+import logging
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from tierstore.arrays import ByteArray, adjacent_runs, byte_rows
+from tierstore.clock import Clock, MonotonicClock
+from tierstore.config import StoreConfig, load_config
+from tierstore.errors import BackendError, ClosedError
+from tierstore.executor import TransferExecutor
+from tierstore.key import OffloadKey, get_offload_group_idx
+from tierstore.layout import PAGE_BYTES, GroupKind
+from tierstore.manifest import Manifest
+from tierstore.metrics import Counters
+from tierstore.tier.reservation import ChunkState, LoadReservation
+from tierstore.tier.secondary import SecondaryStats
+from tierstore.tier.stack import TierStack
+from tierstore.transfer import JobId, Load, TransferDone
+
+__all__ = ["PrefixMatch", "StoreStats", "TierStore"]
+
+_logger = logging.getLogger(__name__)
+
+_BATCH_BYTES = 32 << 20
+"""Chunks are put and got in batches of about this size, so that pins stay few."""
+
+_BATCHES_IN_FLIGHT = 2
+_STALL_SECONDS = 10.0
+"""A put waits this long for a write queue that does not move; then its demotes are dropped."""
+
+_FLUSH_STALL_SECONDS = 60.0
+_POLL_SECONDS = 0.0005
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """How much of a prefix can be loaded now."""
+
+    chunk_count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreStats:
+    """What a store holds and what it did since it was opened."""
+
+    primary_chunk_count: int
+    primary_capacity_bytes: int
+    secondary: dict[str, SecondaryStats]
+    """By the tier's name."""
+    counters: dict[str, int]
+    """By the metric's name and label, as in `metrics.Metric`."""
+
+
+@dataclass(slots=True)
+class _Batch:
+    """A load on its way to the caller's array."""
+
+    reservation: LoadReservation
+    rows: list[list[int]]
+    """Per chunk, the rows of the caller's array that want it."""
+    done: TransferDone | None = None
+
+
+class TierStore:
+    """A store of KV-cache chunks in host memory and on disk.
+
+    Thread-safe: one call runs at a time. Chunks of one prefix are given head first.
+    """
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        manifest: Manifest,
+        stack: TierStack,
+        executor: TransferExecutor,
+        counters: Counters,
+    ) -> None:
+        """Take over the two planes; use `open`."""
+        self._config = config
+        self._manifest = manifest
+        self._stack = stack
+        self._executor = executor
+        self._counters = counters
+        self._specs = manifest.group_specs()
+        self._clock: Clock = MonotonicClock()
+        self._loads: dict[JobId, _Batch] = {}
+        self._lock = threading.RLock()
+        self._closed = False
+
+    @classmethod
+    def open(cls, config: StoreConfig | Mapping[str, Any] | str | Path, manifest: Manifest) -> Self:
+        """Open the tiers, creating what does not exist.
+
+        `config` is a parsed configuration, a mapping with the same keys, or a YAML file's path.
+
+        Raises:
+            ConfigError: the configuration is wrong.
+            CatalogError, ManifestError, BackendError: a secondary tier cannot be opened.
+        """
+        if not isinstance(config, StoreConfig):
+            config = load_config(config)
+        counters = Counters()
+        stack = TierStack.open(config, manifest, rank_count=1, counters=counters)
+        try:
+            executor = TransferExecutor.open(
+                config, manifest, rank=0, rank_count=1, caches=None, counters=counters
+            )
+        except BaseException:
+            stack.close()
+            raise
+        return cls(config, manifest, stack, executor, counters)
+
+    def put(self, keys: Sequence[OffloadKey], array: object) -> int:
+        """Store chunks; returns how many of them the store has now.
+
+        `array` has one row of the group's chunk bytes per key: a C-contiguous numpy array or
+        CPU torch tensor of shape (n, chunk_bytes), any dtype of 1 byte, or a sequence of n buffers.
+        All keys are of one group. Chunks that are there already are touched, not written again.
+        The bytes are copied before the call returns.
+
+        Waits while the write-behind queue is full. Not accepted: chunks that pins leave no room
+        for, and chunks of a store whose write queue has not moved for some seconds keep their
+        place in memory but lose their record (counted as dropped demotes).
+
+        Raises:
+            ValueError: a key of another namespace or group, or a wrong shape; nothing was stored.
+            ClosedError: after `close`.
+        """
+        with self._lock:
+            self._check_open()
+            group_idx = self._check_keys(keys)
+            rows = byte_rows(array, len(keys), self._specs[group_idx].chunk_bytes)
+            per_batch = self._batch_chunks(group_idx)
+            return sum(
+                self._put_batch(group_idx, keys[i : i + per_batch], rows[i : i + per_batch])
+                for i in range(0, len(keys), per_batch)
+            )
+
+    def get(self, keys: Sequence[OffloadKey], out: object) -> list[bool]:
+        """Load chunks into the rows of `out`; says for each key whether its row was filled.
+
+        `out` is shaped as the array of `put` and writable. Chunks may come from memory and disk;
+        those from disk become resident. A row whose answer is False is left untouched.
+
+        Raises:
+            ValueError: a key of another namespace or group, or a wrong shape; nothing was loaded.
+            ClosedError: after `close`.
+        """
+        with self._lock:
+            self._check_open()
+            group_idx = self._check_keys(keys)
+            rows = byte_rows(out, len(keys), self._specs[group_idx].chunk_bytes, writable=True)
+            found = [False] * len(keys)
+            per_batch = self._batch_chunks(group_idx)
+            in_flight: list[_Batch] = []
+            for i in range(0, len(keys), per_batch):
+                indices = range(i, min(i + per_batch, len(keys)))
+                batch = self._start_get(group_idx, keys, indices)
+                if batch is not None:
+                    in_flight.append(batch)
+                if len(in_flight) == _BATCHES_IN_FLIGHT:
+                    self._finish_get(in_flight.pop(0), group_idx, rows, found)
+            for batch in in_flight:
+                self._finish_get(batch, group_idx, rows, found)
+            return found
+
+    def match_prefix(self, keys: Sequence[OffloadKey]) -> PrefixMatch:
+        """Count the leading chunks that can be loaded now; loads and touches nothing.
+
+        Raises:
+            ValueError: a key of another namespace.
+            ClosedError: after `close`.
+        """
+        with self._lock:
+            self._check_open()
+            self._check_namespace(keys)
+            self._pump()
+            return PrefixMatch(self._stack.match_prefix(keys))
+
+    def flush(self) -> None:
+        """Bring every accepted chunk to the tiers whose rule admits it, and these to the device.
+
+        `on_evict` tiers receive all chunks in memory that they do not have yet.
+
+        Raises:
+            BackendError: a device refused, or has not moved for a minute.
+            ClosedError: after `close`.
+        """
+        with self._lock:
+            self._check_open()
+            self._flush()
+
+    def reset(self) -> None:
+        """Forget all chunks of this manifest in all tiers.
+
+        Raises:
+            ClosedError: after `close`.
+        """
+        with self._lock:
+            self._check_open()
+            self._stack.reset()
+            self._pump()
+
+    def stats(self) -> StoreStats:
+        """Count what the store holds and what it did.
+
+        Raises:
+            ClosedError: after `close`.
+        """
+        with self._lock:
+            self._check_open()
+            self._pump()
+            names = [tier.name for tier in self._config.secondary]
+            return StoreStats(
+                primary_chunk_count=len(self._stack.primary),
+                primary_capacity_bytes=self._config.primary.capacity_bytes,
+                secondary={
+                    name: secondary.stats()
+                    for name, secondary in zip(names, self._stack.secondaries, strict=True)
+                },
+                counters=self._counters.snapshot(),
+            )
+
+    def check(self) -> list[str]:
+        """Verify the invariants of all tiers; returns the problems in words, empty when sound.
+
+        Raises:
+            ClosedError: after `close`.
+        """
+        with self._lock:
+            self._check_open()
+            self._settle(lambda: not self._stack.has_work(), _STALL_SECONDS)
+            return self._stack.check()
+
+    def close(self) -> None:
+        """Flush, stop the threads, release the memory; idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            try:
+                self._flush()
+            except BackendError as error:
+                _logger.error("close without a complete flush: cause=%s", error)
+            finally:
+                self._closed = True
+                self._executor.close()
+                self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _put_batch(
+        self, group_idx: int, keys: Sequence[OffloadKey], rows: Sequence[ByteArray] | ByteArray
+    ) -> int:
+        chunk_bytes = self._specs[group_idx].chunk_bytes
+        need = len(keys) * chunk_bytes
+        self._settle(lambda: self._stack.write_queue_room_bytes() >= need, _STALL_SECONDS)
+        self._settle(lambda: self._stack.demote_victims(group_idx, len(keys)) == 0, _STALL_SECONDS)
+        reservation = self._stack.reserve_offload(group_idx, keys)
+        source = [rows[i] for i in reservation.indices]
+        if isinstance(rows, np.ndarray) and len(reservation.indices) == len(keys):
+            source = rows  # type: ignore[assignment]
+        for start, stop in adjacent_runs(reservation.slots, self._specs[group_idx].slot_bytes):
+            target = self._slots(group_idx, int(reservation.slots[start]), stop - start)
+            if isinstance(source, np.ndarray):
+                target[:] = source[start:stop]
+            else:
+                for row, chunk in zip(target, source[start:stop], strict=True):
+                    row[:] = chunk
+        self._stack.finish_offload(reservation)
+        self._pump()
+        return sum(state >= ChunkState.RECORDED for state in self._stack.locate(keys))
+
+    def _start_get(
+        self, group_idx: int, keys: Sequence[OffloadKey], indices: range
+    ) -> _Batch | None:
+        states = self._stack.locate(keys[indices.start : indices.stop])
+        rows: dict[OffloadKey, list[int]] = {}
+        for i, state in zip(indices, states, strict=True):
+            if state >= ChunkState.RECORDED:
+                rows.setdefault(keys[i], []).append(i)
+        if not rows:
+            return None
+        reservation = self._stack.reserve_load([(group_idx, list(rows))])
+        if reservation is None:
+            return None
+        batch = _Batch(reservation, list(rows.values()))
+        self._loads[reservation.job_id] = batch
+        self._executor.submit(
+            [Load(job_id=reservation.job_id, parts=(), promotes=reservation.promotes)]
+        )
+        return batch
+
+    def _finish_get(
+        self, batch: _Batch, group_idx: int, out: Sequence[ByteArray], found: list[bool]
+    ) -> None:
+        self._settle(lambda: batch.done is not None, math.inf)
+        assert batch.done is not None
+        # The slots are pinned or still arriving, so their bytes stay in place until finish_load.
+        slots = batch.reservation.slots[0]
+        failed = {
+            int(slot)
+            for i, slot in enumerate(_promoted_slots(batch.reservation))
+            if i in batch.done.failed
+        }
+        for start, stop in adjacent_runs(slots, self._specs[group_idx].slot_bytes):
+            source = self._slots(group_idx, int(slots[start]), stop - start)
+            for chunk, slot, rows in zip(
+                source, slots[start:stop].tolist(), batch.rows[start:stop], strict=True
+            ):
+                if slot not in failed:
+                    for row in rows:
+                        out[row][:] = chunk
+                        found[row] = True
+        self._stack.finish_load(batch.reservation, batch.done)
+
+    def _slots(self, group_idx: int, slot: int, count: int) -> ByteArray:
+        """View `count` adjacent slots as an array (count, chunk_bytes)."""
+        spec = self._specs[group_idx]
+        start = slot * PAGE_BYTES
+        flat = np.frombuffer(self._executor.pool.view, np.uint8, count * spec.slot_bytes, start)
+        return flat.reshape(count, spec.slot_bytes)[:, : spec.chunk_bytes]
+
+    def _pump(self) -> bool:
+        """Carry messages between the planes once; True: something moved."""
+        commands = self._stack.commands()
+        self._executor.submit(commands)
+        answers = self._executor.poll()
+        for done in answers:
+            batch = self._loads.pop(done.job_id, None)
+            if batch is not None:
+                batch.done = done
+            else:
+                known = self._stack.complete(done)
+                assert known, f"answer to an unknown job: {done.job_id}"
+        return bool(commands or answers)
+
+    def _settle(self, condition: Callable[[], bool], stall_seconds: float) -> bool:
+        """Pump until the condition holds; False: nothing has moved for `stall_seconds`."""
+        moved_at = self._clock.seconds()
+        while not condition():
+            if self._pump():
+                moved_at = self._clock.seconds()
+            elif self._clock.seconds() - moved_at > stall_seconds:
+                return False
+            else:
+                self._executor.wait(_POLL_SECONDS)
+        return True
+
+    def _flush(self) -> None:
+        count = len(self._stack.primary)
+        stack, secondaries = self._stack, self._stack.secondaries
+        settled = self._settle(
+            lambda: stack.demote_coldest(count) == 0 and not stack.has_work(), _FLUSH_STALL_SECONDS
+        )
+        for secondary in secondaries:
+            settled = secondary.wait(_FLUSH_STALL_SECONDS) and settled
+        if not settled:
+            raise BackendError(
+                f"flush: a secondary tier has not moved for {_FLUSH_STALL_SECONDS:.0f} s; "
+                "chunks that wait for it are in memory only"
+            )
+        self._executor.sync()
+
+    def _batch_chunks(self, group_idx: int) -> int:
+        spec = self._specs[group_idx]
+        quarter = self._config.primary.capacity_bytes // 4
+        return max(1, min(_BATCH_BYTES, quarter) // spec.slot_bytes)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the store is closed")
+
+    def _check_namespace(self, keys: Sequence[OffloadKey]) -> None:
+        prefix = self._manifest.namespace
+        for key in keys:
+            if not key.startswith(prefix):
+                raise ValueError(
+                    f"keys: {key.hex()} is of another namespace; build keys with "
+                    f"make_offload_keys(manifest.namespace, ...), here {prefix.hex()}"
+                )
+
+    def _check_keys(self, keys: Sequence[OffloadKey]) -> int:
+        """Return the one group of the keys."""
+        self._check_namespace(keys)
+        group_indices = set(map(get_offload_group_idx, keys)) or {0}
+        if len(group_indices) > 1:
+            raise ValueError(f"keys: expected one group per call, got {sorted(group_indices)}")
+        (group_idx,) = group_indices
+        if group_idx >= len(self._specs) or self._specs[group_idx].kind is GroupKind.UNCACHED:
+            raise ValueError(f"keys: group {group_idx} is not cached by this manifest")
+        return group_idx
+
+
+def _promoted_slots(reservation: LoadReservation) -> list[int]:
+    """Return the slots that promotes fill, in the order of `TransferDone.failed`."""
+    return [slot for promote in reservation.promotes for slot in promote.slots.tolist()]

@@ -1,0 +1,286 @@
+"""When chunks go down into one secondary tier, and what came of it.
+
+    on_resident / on_touched / record_victims      the rule says: demote these keys
+        -> pin, request_places                     the catalog's writer makes room
+    Placed -> Demote command -> TransferDone       the data plane writes
+        -> commit, unpin                           the record is visible
+
+Pins keep the slots' bytes in place meanwhile; the write queue's limit bounds pins and memory.
+"""
+
+import itertools
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tierstore.config import SecondaryConfig
+from tierstore.key import OffloadKey, get_offload_group_idx
+from tierstore.layout import GroupSpec
+from tierstore.metrics import Counters, Metric
+from tierstore.tier.primary import PrimaryTier
+from tierstore.tier.secondary import Freed, Placed, Refused, SecondaryTier
+from tierstore.transfer import Command, Demote, JobId, Release, TransferDone
+
+__all__ = ["Cascade"]
+
+_ONCE_SEEN_MAX = 1 << 16
+"""Chunks that left the primary tier after one use and are remembered for `second_touch`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """Keys of one group that wait for their places."""
+
+    group_idx: int
+    keys: tuple[OffloadKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Writing:
+    """A demote on its way, by its catalog ticket."""
+
+    ticket: int
+    group_idx: int
+    keys: tuple[OffloadKey, ...]
+
+
+class Cascade:
+    """The rule and the write-behind queue of one secondary tier."""
+
+    def __init__(
+        self,
+        *,
+        tier_idx: int,
+        config: SecondaryConfig,
+        groups: Sequence[GroupSpec],
+        primary: PrimaryTier,
+        secondary: SecondaryTier,
+        counters: Counters,
+    ) -> None:
+        self._tier_idx = tier_idx
+        self._config = config
+        self._groups = groups
+        self._primary = primary
+        self._secondary = secondary
+        self._counters = counters
+        self._tickets = itertools.count(1)
+        self._waiting: dict[int, _Waiting] = {}
+        self._writing: dict[JobId, _Writing] = {}
+        self._releasing: dict[JobId, Freed] = {}
+        self._unreleased: list[Freed] = []
+        self._queued_bytes = 0
+        self._cancelled_tickets: set[int] = set()
+        self._cancelled_jobs: dict[JobId, _Writing] = {}
+        # Resident chunks that need no demote: recorded, refused, or being written. Not kept for
+        # write_through, whose chunks are asked for once, when they become resident.
+        self._settled: set[OffloadKey] = set()
+        self._once_seen: OrderedDict[OffloadKey, None] = OrderedDict()
+
+    @property
+    def records_victims(self) -> bool:
+        """Whether chunks go down when they are about to leave the primary tier."""
+        return self._config.cascade == "on_evict"
+
+    def on_resident(self, group_idx: int, keys: Sequence[OffloadKey]) -> None:
+        """Take note of chunks of one prefix, head first, that became resident."""
+        if self._config.cascade == "write_through":
+            self._request(group_idx, keys)
+        elif self._config.cascade == "second_touch":
+            again = [key for key in keys if key in self._once_seen]
+            for key in again:
+                del self._once_seen[key]
+            self._request(group_idx, again)
+
+    def on_promoted(self, keys: Sequence[OffloadKey]) -> None:
+        """Take note of chunks that came from this very tier."""
+        if self._config.cascade != "write_through":
+            self._settled.update(keys)
+
+    def on_touched(self, keys: Sequence[OffloadKey]) -> None:
+        """Take note of a further use of resident chunks, head first."""
+        if self._config.cascade == "second_touch":
+            self._request_unsettled(keys)
+
+    def on_evicted(self, keys: Sequence[OffloadKey]) -> None:
+        """Take note of chunks that left the primary tier."""
+        if self._config.cascade == "write_through":
+            return
+        unsettled = [key for key in keys if key not in self._settled]
+        self._settled.difference_update(keys)
+        if self._config.cascade == "second_touch":
+            self._once_seen.update(dict.fromkeys(unsettled))
+            while len(self._once_seen) > _ONCE_SEEN_MAX:
+                self._once_seen.popitem(last=False)
+        else:
+            self._drop(len(unsettled), "evicted_before_written")
+
+    def record_victims(self, coldest: Sequence[OffloadKey]) -> int:
+        """Demote those of the next victims that are not recorded; return how many those are."""
+        if not self.records_victims:
+            return 0
+        return self._request_unsettled(coldest)
+
+    def room_bytes(self) -> int:
+        """Return how much more may be queued before demotes are dropped."""
+        if self._config.cascade != "write_through":
+            return 1 << 62
+        return self._config.io.write_queue_bytes - self._queued_bytes
+
+    def count_promoted(self, chunk_count: int, chunk_bytes: int) -> None:
+        """Count chunks that were read from this tier."""
+        name = self._config.name
+        self._counters.add(Metric.PROMOTED_CHUNKS, chunk_count, label=name)
+        self._counters.add(Metric.PROMOTED_BYTES, chunk_count * chunk_bytes, label=name)
+        self._counters.add(Metric.HIT_CHUNKS, chunk_count, label=name)
+
+    def commands(self, new_job_id: Callable[[], JobId]) -> list[Command]:
+        """Turn the catalog's answers into commands for the data plane."""
+        commands: list[Command] = []
+        for event in self._secondary.poll():
+            if isinstance(event, Placed):
+                demote = self._start_write(event, new_job_id())
+                if demote is not None:
+                    commands.append(demote)
+            elif isinstance(event, Refused):
+                self._refuse(event)
+            else:
+                self._unreleased.append(event)
+                commands += [self._start_release(freed, new_job_id()) for freed in self._unreleased]
+                self._unreleased.clear()
+        return commands
+
+    def complete(self, done: TransferDone) -> bool:
+        """Take the data plane's answer; False: the job is not of this tier."""
+        writing = self._writing.pop(done.job_id, None)
+        if writing is not None:
+            self._finish_write(writing, done)
+            return True
+        cancelled = self._cancelled_jobs.pop(done.job_id, None)
+        if cancelled is not None:
+            self._secondary.commit(cancelled.ticket, range(len(cancelled.keys)))
+            return True
+        freed = self._releasing.pop(done.job_id, None)
+        if freed is None:
+            return False
+        if done.ok:
+            self._secondary.released(freed.release_id)
+        else:
+            # Retried with the next release: the bytes stay charged until they really are gone.
+            self._unreleased.append(freed)
+        return True
+
+    def has_work(self) -> bool:
+        """Say whether demotes or releases are on their way."""
+        return bool(
+            self._waiting
+            or self._writing
+            or self._releasing
+            or self._cancelled_tickets
+            or self._cancelled_jobs
+        )
+
+    def cancel(self) -> None:
+        """Give up all demotes: their chunks are not to be found (reset).
+
+        A demote that is being written goes on reading its slots, which may be given to others
+        meanwhile; that is safe, because its records are never published.
+        """
+        for waiting in self._waiting.values():
+            self._finish_keys(waiting.group_idx, waiting.keys)
+        for writing in self._writing.values():
+            self._finish_keys(writing.group_idx, writing.keys)
+        self._cancelled_tickets.update(self._waiting)
+        self._cancelled_jobs.update(self._writing)
+        self._waiting.clear()
+        self._writing.clear()
+        self._settled.clear()
+        self._once_seen.clear()
+
+    def _request_unsettled(self, keys: Sequence[OffloadKey]) -> int:
+        unsettled = [key for key in keys if key not in self._settled]
+        by_group: defaultdict[int, list[OffloadKey]] = defaultdict(list)
+        for key in unsettled:
+            by_group[get_offload_group_idx(key)].append(key)
+        for group_idx, group_keys in by_group.items():
+            self._request(group_idx, group_keys)
+        return len(unsettled)
+
+    def _request(self, group_idx: int, keys: Sequence[OffloadKey]) -> None:
+        chunk_bytes = self._groups[group_idx].chunk_bytes
+        room = max(0, self._config.io.write_queue_bytes - self._queued_bytes) // chunk_bytes
+        if not self.records_victims:  # victims are asked for again until they are recorded
+            self._drop(max(0, len(keys) - room), "queue_full")
+        keys = tuple(keys[:room])
+        if not keys:
+            return
+        ticket = next(self._tickets)
+        self._primary.pin(keys)
+        self._queued_bytes += len(keys) * chunk_bytes
+        if self._config.cascade != "write_through":
+            self._settled.update(keys)
+        self._waiting[ticket] = _Waiting(group_idx, keys)
+        self._secondary.request_places(ticket, keys, chunk_bytes)
+
+    def _refuse(self, refused: Refused) -> None:
+        if refused.ticket in self._cancelled_tickets:
+            self._cancelled_tickets.remove(refused.ticket)
+            return
+        waiting = self._waiting.pop(refused.ticket)
+        self._finish_keys(waiting.group_idx, waiting.keys)
+        self._drop(len(waiting.keys), refused.reason.value)
+
+    def _start_write(self, placed: Placed, job_id: JobId) -> Demote | None:
+        if placed.ticket in self._cancelled_tickets:
+            self._cancelled_tickets.remove(placed.ticket)
+            self._secondary.commit(placed.ticket, range(len(placed.keys)))
+            return None
+        waiting = self._waiting.pop(placed.ticket)
+        if len(placed.keys) < len(waiting.keys):
+            chosen = set(placed.keys)
+            recorded = tuple(key for key in waiting.keys if key not in chosen)
+            self._finish_keys(waiting.group_idx, recorded)
+        if not placed.keys:
+            return None
+        slots = self._primary.locate(placed.keys)
+        assert None not in slots, f"pinned chunks left the primary tier: {slots.count(None)}"
+        self._writing[job_id] = _Writing(placed.ticket, waiting.group_idx, placed.keys)
+        return Demote(
+            job_id=job_id,
+            tier_idx=self._tier_idx,
+            group_idx=waiting.group_idx,
+            keys=placed.keys,
+            places=placed.places,
+            slots=np.array(slots, np.int64),
+        )
+
+    def _finish_write(self, writing: _Writing, done: TransferDone) -> None:
+        self._secondary.commit(writing.ticket, tuple(done.failed))
+        self._finish_keys(writing.group_idx, writing.keys)
+        written = len(writing.keys) - len(done.failed)
+        name = self._config.name
+        self._counters.add(Metric.DEMOTED_CHUNKS, written, label=name)
+        self._counters.add(
+            Metric.DEMOTED_BYTES,
+            written * self._groups[writing.group_idx].chunk_bytes,
+            label=name,
+        )
+        for reason in done.failed.values():
+            self._drop(1, reason.value)
+
+    def _finish_keys(self, group_idx: int, keys: Sequence[OffloadKey]) -> None:
+        self._primary.unpin(keys)
+        self._queued_bytes -= len(keys) * self._groups[group_idx].chunk_bytes
+
+    def _start_release(self, freed: Freed, job_id: JobId) -> Release:
+        self._releasing[job_id] = freed
+        return Release(
+            job_id=job_id,
+            tier_idx=self._tier_idx,
+            runs=freed.runs,
+            empty_segments=freed.empty_segments,
+        )
+
+    def _drop(self, count: int, reason: str) -> None:
+        self._counters.add(Metric.DROPPED_DEMOTES, count, label=reason)
