@@ -338,7 +338,7 @@ class TierStore:
         """View `count` adjacent slots as an array (count, chunk_bytes)."""
         spec = self._specs[group_idx]
         start = slot * PAGE_BYTES
-        flat = np.frombuffer(self._executor.pool.view, np.uint8, count * spec.slot_bytes, start)
+        flat = self._executor.pool.array[start : start + count * spec.slot_bytes]
         return flat.reshape(count, spec.slot_bytes)[:, : spec.chunk_bytes]
 
     def _pump(self) -> bool:

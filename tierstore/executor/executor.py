@@ -316,7 +316,7 @@ class TransferExecutor:
             range(span.record_count), FailureReason.IO_ERROR
         )
         try:
-            failed = backend.read(span.records(self._pool.view, self._slot_bytes))
+            failed = backend.read(span.records(self._pool.array.data, self._slot_bytes))
             if index is not None and self._engine is not None:
                 self._send_on(job, index.parts_of(span.slots_without(failed)), self._engine)
         finally:
@@ -343,7 +343,7 @@ class TransferExecutor:
         )
         try:
             assert tier.backend is not None
-            written = tier.backend.write(span.records(self._pool.view, self._slot_bytes))
+            written = tier.backend.write(span.records(self._pool.array.data, self._slot_bytes))
             if tier.config.io.durable:
                 tier.backend.sync()
             failed = written

@@ -12,7 +12,18 @@ class EvictionPolicy(Protocol):
     """Order of eviction over the resident keys. Knows keys only: no slots, no bytes, no pins.
 
     Callers pass the keys of one prefix tail first, so that the head ends up youngest and a tail
-    is evicted before its head. Every call is a batch and takes no lock.
+    is evicted before its head. Every call is a batch and takes no lock. Policies trust their
+    caller: what a method says of its keys (distinct, resident) was checked before.
+
+    Room for a batch of misses is made by three calls:
+
+        victims(count, pinned, incoming)    changes nothing
+        evict(chosen, incoming)             at once; `chosen` may be empty when slots are free
+        insert(incoming)                    when the bytes have arrived; perhaps only some keys
+
+    Together they mean: every key of `incoming`, in order, misses, takes a free slot or else the
+    victim's, and becomes resident, one after the other as in a textbook; the batch's own keys
+    count as pinned until its end, since their slots must exist at the same time.
     """
 
     def insert(self, keys: Sequence[OffloadKey]) -> None:
@@ -29,12 +40,17 @@ class EvictionPolicy(Protocol):
     ) -> list[OffloadKey]:
         """Name the next `count` victims in order, skipping pinned keys; changes nothing.
 
-        `incoming` are the keys that room is made for (ARC's choice depends on its ghosts).
+        `incoming` are the keys that room is made for (ARC's choice depends on its ghosts); the
+        first `len(incoming) - count` of them find a free slot. Without `incoming`, victims are
+        named as for `count` keys that were never seen.
         Returns fewer when fewer are evictable. O(count + pinned keys passed over).
         """
 
-    def evict(self, keys: Sequence[OffloadKey]) -> None:
-        """Remove victims, in the order `victims` named them, remembering them as ghosts."""
+    def evict(self, keys: Sequence[OffloadKey], incoming: Sequence[OffloadKey] = ()) -> None:
+        """Remove victims, in the order `victims` named them, and record the misses of `incoming`.
+
+        A policy may remember the victims as ghosts and learn from misses of its ghosts.
+        """
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
         """Remove resident keys without a trace (invalid bytes, reset)."""

@@ -76,6 +76,7 @@ class Cascade:
         # Resident chunks that need no demote: recorded, refused, or being written. Not kept for
         # write_through, whose chunks are asked for once, when they become resident.
         self._settled: set[OffloadKey] = set()
+        self._in_flight: set[OffloadKey] = set()
         self._once_seen: OrderedDict[OffloadKey, None] = OrderedDict()
 
     @property
@@ -117,10 +118,11 @@ class Cascade:
             self._drop(len(unsettled), "evicted_before_written")
 
     def record_victims(self, coldest: Sequence[OffloadKey]) -> int:
-        """Demote those of the next victims that are not recorded; return how many those are."""
+        """Demote those of the next victims that need it; return how many would be lost now."""
         if not self.records_victims:
             return 0
-        return self._request_unsettled(coldest)
+        self._request_unsettled(coldest)
+        return sum(key not in self._settled or key in self._in_flight for key in coldest)
 
     def room_bytes(self) -> int:
         """Return how much more may be queued before demotes are dropped."""
@@ -198,14 +200,13 @@ class Cascade:
         self._settled.clear()
         self._once_seen.clear()
 
-    def _request_unsettled(self, keys: Sequence[OffloadKey]) -> int:
+    def _request_unsettled(self, keys: Sequence[OffloadKey]) -> None:
         unsettled = [key for key in keys if key not in self._settled]
         by_group: defaultdict[int, list[OffloadKey]] = defaultdict(list)
         for key in unsettled:
             by_group[get_offload_group_idx(key)].append(key)
         for group_idx, group_keys in by_group.items():
             self._request(group_idx, group_keys)
-        return len(unsettled)
 
     def _request(self, group_idx: int, keys: Sequence[OffloadKey]) -> None:
         chunk_bytes = self._groups[group_idx].chunk_bytes
@@ -220,6 +221,7 @@ class Cascade:
         self._queued_bytes += len(keys) * chunk_bytes
         if self._config.cascade != "write_through":
             self._settled.update(keys)
+            self._in_flight.update(keys)
         self._waiting[ticket] = _Waiting(group_idx, keys)
         self._secondary.request_places(ticket, keys, chunk_bytes)
 
@@ -271,6 +273,7 @@ class Cascade:
 
     def _finish_keys(self, group_idx: int, keys: Sequence[OffloadKey]) -> None:
         self._primary.unpin(keys)
+        self._in_flight.difference_update(keys)
         self._queued_bytes -= len(keys) * self._groups[group_idx].chunk_bytes
 
     def _start_release(self, freed: Freed, job_id: JobId) -> Release:

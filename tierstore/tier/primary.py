@@ -1,13 +1,27 @@
 """The primary tier's index: which key lies in which slot, who is pinned, who goes next."""
 
-from collections.abc import Collection, Mapping, Sequence
+import sys
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
+from types import MappingProxyType
+from typing import NoReturn
+
+import numpy as np
 
 from tierstore.config import PrimaryConfig
+from tierstore.errors import ConfigError
 from tierstore.key import OffloadKey
+from tierstore.layout import PAGE_BYTES
+from tierstore.policy import make_policy
+from tierstore.tier.slabs import SlabSlots, UniformSlots
 from tierstore.transfer import IntArray
 
 __all__ = ["PrimaryTier", "Reservation"]
+
+_TABLE_BYTES_PER_KEY_MAX = 80
+_TABLE_BYTES_SLACK = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,65 +37,265 @@ class PrimaryTier:
 
     A key is absent, arriving (slot reserved, bytes on the way) or resident. Slots are page numbers:
     a slot's bytes start at `slot * PAGE_BYTES` in the pool. Size classes share the pool by slabs.
+
+    Calls that break a precondition raise `ValueError`, name the first offending key, and change
+    nothing.
     """
 
     def __init__(self, config: PrimaryConfig, slot_bytes: Sequence[int]) -> None:
-        """Divide `config.capacity_bytes`; `slot_bytes[g]` is the slot size of group g, 0: not cached.
+        """Divide `config.capacity_bytes` for slots of `slot_bytes[g]` per group g, 0: not cached.
 
         Raises:
             ConfigError: the capacity holds less than one slot of the largest group.
+            ValueError: a slot size is not a number of whole pages.
         """
-        raise NotImplementedError
+        if any(size < 0 or size % PAGE_BYTES for size in slot_bytes):
+            raise ValueError(f"slot_bytes: expected multiples of {PAGE_BYTES}, got {slot_bytes}")
+        sizes = sorted({size for size in slot_bytes if size})
+        largest = max(sizes, default=PAGE_BYTES)
+        if config.capacity_bytes < largest:
+            raise ConfigError(
+                f"primary.capacity: {config.capacity_bytes} bytes hold no chunk of the largest "
+                f"group; give {largest} bytes or, better, some thousand times as much"
+            )
+        self._group_class = [sizes.index(size) if size else -1 for size in slot_bytes]
+        self._slots: UniformSlots | SlabSlots = (
+            SlabSlots(config.capacity_bytes, sizes)
+            if len(sizes) > 1
+            else UniformSlots(config.capacity_bytes, largest)
+        )
+        # Groups of an engine grow side by side, so the mean of their sizes says how many chunks
+        # the pool will hold.
+        cached_groups = [size for size in slot_bytes if size] or [largest]
+        capacity_chunks = config.capacity_bytes * len(cached_groups) // sum(cached_groups)
+        self._policy = make_policy(config.eviction, capacity_chunks)
+        self._resident: dict[OffloadKey, int] = {}
+        self._arriving: dict[OffloadKey, int] = {}
+        self._arriving_view = MappingProxyType(self._arriving)
+        self._pins: dict[OffloadKey, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._resident)
 
     def locate(self, keys: Sequence[OffloadKey]) -> list[int | None]:
         """Return the slot of each resident key, None for others. <= 0.1 us per key."""
-        raise NotImplementedError
+        return list(map(self._resident.get, keys))
 
     @property
     def arriving(self) -> Mapping[OffloadKey, int]:
         """Slots that are reserved but not yet readable, by key (a live view)."""
-        raise NotImplementedError
+        return self._arriving_view
 
     def reserve(self, group_idx: int, keys: Sequence[OffloadKey]) -> Reservation | None:
         """Set aside one slot of the group's class per key, evicting unpinned chunks as needed.
 
         All or nothing: on None nothing was evicted. Duplicate, resident or arriving keys are a
-        caller bug. The slots hold garbage until `commit`; nobody can pin them before.
+        caller bug. The slots hold garbage until `commit`; nobody can pin them before. Policies see
+        the keys miss in their order: pass the keys of a prefix tail first, as to `commit`.
+
+        Raises:
+            ValueError: a key came twice, is resident or arriving, or the group is not cached.
         """
-        raise NotImplementedError
+        class_idx = self._group_class[group_idx]
+        if class_idx < 0:
+            raise ValueError(f"reserve: group {group_idx} is not cached")
+        self._require_distinct("reserve", keys)
+        if not self._resident.keys().isdisjoint(keys):
+            _refuse("reserve", "is resident", keys, self._resident.__contains__)
+        if not self._arriving.keys().isdisjoint(keys):
+            _refuse("reserve", "is arriving", keys, self._arriving.__contains__)
+        victims = self._choose_victims(class_idx, keys)
+        if victims is None:
+            return None
+        self._policy.evict(victims, keys)
+        if victims:
+            self._slots.give(list(map(self._resident.pop, victims)))
+        # Keys come tail first; the head gets the first slot, so that a prefix lies in its order.
+        slots = self._slots.take(class_idx, len(keys))[::-1]
+        self._arriving.update(zip(keys, slots, strict=True))
+        return Reservation(np.array(slots, np.int64), victims)
 
     def commit(self, keys: Sequence[OffloadKey]) -> None:
-        """Make arriving keys resident; in order of eviction, so a prefix comes tail first."""
-        raise NotImplementedError
+        """Make arriving keys resident; in order of eviction, so a prefix comes tail first.
+
+        Raises:
+            ValueError: a key came twice or is not arriving.
+        """
+        slots = self._end_arrival("commit", keys)
+        self._resident.update(zip(keys, slots, strict=True))
+        table_bytes_max = _TABLE_BYTES_PER_KEY_MAX * len(self._resident) + _TABLE_BYTES_SLACK
+        if sys.getsizeof(self._resident) > table_bytes_max:
+            # A dict that fills up, with deleted entries too, moves to a table for three times its
+            # keys; that would be most of the bytes per resident chunk.
+            resident: dict[OffloadKey, int] = {}
+            resident.update(self._resident)
+            self._resident = resident
+        self._policy.insert(keys)
 
     def abort(self, keys: Sequence[OffloadKey]) -> None:
-        """Give the slots of arriving keys back."""
-        raise NotImplementedError
+        """Give the slots of arriving keys back.
+
+        Raises:
+            ValueError: a key came twice or is not arriving.
+        """
+        self._slots.give(self._end_arrival("abort", keys))
 
     def pin(self, keys: Sequence[OffloadKey]) -> None:
-        """Forbid the eviction of resident keys once more (counted)."""
-        raise NotImplementedError
+        """Forbid the eviction of resident keys once more (counted).
+
+        Raises:
+            ValueError: a key is not resident.
+        """
+        self._require_resident("pin", keys)
+        pins = self._pins
+        if len(keys) == 1 or not pins.keys().isdisjoint(keys):
+            for key in keys:
+                pins[key] = pins.get(key, 0) + 1
+            return
+        count = len(pins) + len(keys)
+        pins.update(zip(keys, repeat(1)))
+        if len(pins) != count:
+            pins.update(Counter(keys))
 
     def unpin(self, keys: Sequence[OffloadKey]) -> None:
-        """Undo one `pin` per key."""
-        raise NotImplementedError
+        """Undo one `pin` per key.
+
+        Raises:
+            ValueError: a key is not pinned as often as it is given.
+        """
+        pins = self._pins
+        counts = list(map(pins.pop, keys, repeat(0)))
+        if counts.count(1) == len(keys):
+            return
+        # Some key is pinned more than once, comes twice, or is not pinned: put the counts back
+        # and go key by key. A key's later places popped nothing, hence 0.
+        pins.update((key, count) for key, count in zip(keys, counts, strict=True) if count)
+        left: dict[OffloadKey, int] = {}
+        for key in keys:
+            left[key] = left.get(key, pins.get(key, 0)) - 1
+        if min(left.values()) < 0:
+            _refuse("unpin", "is not pinned as often", list(left), lambda key: left[key] < 0)
+        for key, count in left.items():
+            if count:
+                pins[key] = count
+            else:
+                del pins[key]
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Record one use of each resident key, tail first."""
-        raise NotImplementedError
+        """Record one use of each resident key, tail first.
+
+        Raises:
+            ValueError: a key is not resident.
+        """
+        self._require_resident("touch", keys)
+        self._policy.touch(keys)
 
     def coldest(self, count: int) -> list[OffloadKey]:
-        """Name the next `count` victims in order, pinned ones skipped; changes nothing."""
-        raise NotImplementedError
+        """Name the next `count` victims in order, as if nothing was pinned; changes nothing."""
+        return self._policy.victims(count, ())
+
+    def free_count(self, group_idx: int) -> int:
+        """Return how many chunks of a cached group find room without an eviction."""
+        return self._slots.free_count(self._group_class[group_idx])
 
     def remove(self, keys: Collection[OffloadKey]) -> None:
-        """Forget resident, unpinned keys whose bytes are worthless."""
-        raise NotImplementedError
+        """Forget resident, unpinned keys whose bytes are worthless.
+
+        Raises:
+            ValueError: a key came twice, is not resident, or is pinned.
+        """
+        gone = list(keys)
+        self._require_distinct("remove", gone)
+        self._require_resident("remove", gone)
+        if not self._pins.keys().isdisjoint(gone):
+            _refuse("remove", "is pinned", gone, self._pins.__contains__)
+        self._policy.remove(gone)
+        self._slots.give(list(map(self._resident.pop, gone)))
+
+    def discard(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
+        """Forget those of the keys that are not pinned; return those that stay because they are.
+
+        Keys that are not resident are ignored.
+        """
+        resident = [key for key in keys if key in self._resident]
+        self.remove([key for key in resident if key not in self._pins])
+        return [key for key in resident if key in self._pins]
 
     def clear(self) -> list[OffloadKey]:
-        """Forget all resident, unpinned keys; return those that stay because they are pinned."""
-        raise NotImplementedError
+        """Forget all resident, unpinned keys; return those that stay because they are pinned.
+
+        The policy forgets its ghosts too. Arriving keys are not resident: they stay.
+        """
+        staying = [key for key in self._policy.victims(len(self), ()) if key in self._pins]
+        self._slots.give([slot for key, slot in self._resident.items() if key not in self._pins])
+        self._resident = {key: self._resident[key] for key in staying}
+        self._policy.clear()
+        self._policy.insert(staying)
+        return staying
 
     def check(self) -> list[str]:
         """Verify every internal invariant; return the violations in words (empty: sound)."""
-        raise NotImplementedError
+        problems = []
+        both = self._resident.keys() & self._arriving.keys()
+        if both:
+            problems.append(f"{len(both)} keys are resident and arriving")
+        lost = self._pins.keys() - self._resident.keys()
+        if lost:
+            problems.append(f"{len(lost)} keys are pinned but not resident")
+        if any(count < 1 for count in self._pins.values()):
+            problems.append("a pin count is not positive")
+        order = self._policy.victims(len(self._resident) + 1, ())
+        if len(order) != len(self._policy) or set(order) != self._resident.keys():
+            problems.append(
+                f"the policy orders {len(order)} of its {len(self._policy)} keys, "
+                f"{len(self._resident)} are resident"
+            )
+        problems += self._slots.check([*self._resident.values(), *self._arriving.values()])
+        return problems
+
+    def _choose_victims(
+        self, class_idx: int, keys: Sequence[OffloadKey]
+    ) -> list[OffloadKey] | None:
+        slots = self._slots
+        shortage = len(keys) - slots.free_count(class_idx)
+        if shortage <= 0:
+            return []
+        if isinstance(slots, UniformSlots):
+            victims = self._policy.victims(shortage, self._pins, keys)
+            return victims if len(victims) == shortage else None
+        asked = shortage
+        while True:
+            victims = self._policy.victims(asked, self._pins, keys)
+            chosen = slots.choose(
+                class_idx, shortage, list(map(self._resident.__getitem__, victims))
+            )
+            if chosen is not None:
+                return [victims[position] for position in chosen]
+            if len(victims) < asked:
+                return None
+            asked *= 2
+
+    def _end_arrival(self, what: str, keys: Sequence[OffloadKey]) -> list[int]:
+        arriving = self._arriving
+        self._require_distinct(what, keys)
+        if not all(map(arriving.__contains__, keys)):
+            _refuse(what, "is not arriving", keys, lambda key: key not in arriving)
+        return list(map(arriving.pop, keys))
+
+    def _require_distinct(self, what: str, keys: Sequence[OffloadKey]) -> None:
+        if len(keys) > 1 and len(set(keys)) != len(keys):
+            _refuse(what, "came twice", keys, lambda key: keys.count(key) > 1)
+
+    def _require_resident(self, what: str, keys: Sequence[OffloadKey]) -> None:
+        if not all(map(self._resident.__contains__, keys)):
+            _refuse(what, "is not resident", keys, lambda key: key not in self._resident)
+
+
+def _refuse(
+    what: str,
+    why: str,
+    keys: Sequence[OffloadKey],
+    offends: Callable[[OffloadKey], bool],
+) -> NoReturn:
+    key = next(filter(offends, keys))
+    raise ValueError(f"{what}: key {key.hex()} {why}; nothing was changed")

@@ -1,6 +1,7 @@
 """Promotes: finding records for missing chunks, and settling what came of reading them."""
 
 from collections.abc import Container, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,17 +33,23 @@ class Promotions:
 
     def __init__(
         self,
+        *,
         groups: Sequence[GroupSpec],
         primary: PrimaryTier,
         secondaries: Sequence[SecondaryTier],
         cascades: Sequence[Cascade],
+        doomed: AbstractSet[OffloadKey],
         counters: Counters,
     ) -> None:
-        """Share the tiers with the stack; `groups` is indexed by group."""
+        """Share the tiers with the stack; `groups` is indexed by group.
+
+        `doomed` is a live view of the chunks that must not become resident (reset).
+        """
         self._groups = groups
         self._primary = primary
         self._secondaries = secondaries
         self._cascades = cascades
+        self._doomed = doomed
         self._counters = counters
         self._late: dict[JobId, _Late] = {}
 
@@ -128,7 +135,9 @@ class Promotions:
                 reason = done.failed.get(i)
                 if i in settled_before:
                     continue
-                if reason is None:
+                if reason is None and key in self._doomed:
+                    lost.append(key)
+                elif reason is None:
                     arrived.append(key)
                 elif reason is FailureReason.DEADLINE:
                     late.add(i)

@@ -25,6 +25,10 @@ from tierstore.transfer import Command, IntArray, JobId, Promote, TransferDone
 
 __all__ = ["PRIMARY_NAME", "TierStack"]
 
+_DEMOTE_AHEAD = 2
+"""An `on_evict` tier records the victims of the next reservations ahead, by this many times the
+size of the last one, so that a reservation need not wait for a write."""
+
 PRIMARY_NAME = "primary"
 """The primary tier's label in metrics."""
 
@@ -49,7 +53,14 @@ class TierStack:
         self._job_ids = itertools.count(1)
         # Chunks that were in flight when the tiers were reset: their bytes must not be found.
         self._doomed: set[OffloadKey] = set()
-        self._promotions = Promotions(groups, primary, secondaries, cascades, counters)
+        self._promotions = Promotions(
+            groups=groups,
+            primary=primary,
+            secondaries=secondaries,
+            cascades=cascades,
+            doomed=self._doomed,
+            counters=counters,
+        )
 
     @classmethod
     def open(
@@ -322,16 +333,18 @@ class TierStack:
         return problems
 
     def _reserve(self, group_idx: int, keys: Sequence[OffloadKey]) -> IntArray | None:
+        """Reserve slots for chunks of one prefix, given and answered head first."""
         if not keys:
             return None
-        reservation = self._primary.reserve(group_idx, keys)
+        reservation = self._primary.reserve(group_idx, keys[::-1])
         if reservation is None:
             return None
         if reservation.evicted:
             self._counters.add(Metric.EVICTED_CHUNKS, len(reservation.evicted), label=PRIMARY_NAME)
             for cascade in self._cascades:
                 cascade.on_evicted(reservation.evicted)
-        return reservation.slots
+        self.demote_victims(group_idx, _DEMOTE_AHEAD * len(keys))
+        return reservation.slots[::-1]
 
     def _locate(self, keys: Sequence[OffloadKey]) -> list[int | None]:
         slots = self._primary.locate(keys)
@@ -347,8 +360,9 @@ class TierStack:
     def _bury(self) -> None:
         """Forget doomed chunks that no transfer holds any more."""
         if self._doomed:
-            doomed = [key for key in self._doomed if key not in self._primary.arriving]
-            self._doomed.difference_update(self._primary.discard(doomed))
+            arriving = self._primary.arriving.keys()
+            held = self._primary.discard(self._doomed - arriving)
+            self._doomed &= arriving | set(held)
 
     def _touch_resident(self, keys: Sequence[OffloadKey]) -> None:
         tail_first = keys[::-1]

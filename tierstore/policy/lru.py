@@ -1,0 +1,51 @@
+"""Least recently used."""
+
+from collections.abc import Collection, Sequence
+
+from tierstore.key import OffloadKey
+from tierstore.policy.key_queue import KeyQueue
+
+__all__ = ["LruPolicy"]
+
+
+class LruPolicy:
+    """Exact LRU: the victim is the key whose last use is the longest ago. Keeps no ghosts."""
+
+    def __init__(self) -> None:
+        self._order = KeyQueue()
+
+    def insert(self, keys: Sequence[OffloadKey]) -> None:
+        """Add keys as the most recently used, in order."""
+        self._order.push(keys)
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        """Make resident keys the most recently used, in order."""
+        self._order.touch(keys)
+
+    def victims(
+        self,
+        count: int,
+        pinned: Collection[OffloadKey],
+        incoming: Sequence[OffloadKey] = (),  # noqa: ARG002 - the protocol; LRU treats all alike
+    ) -> list[OffloadKey]:
+        """Name the least recently used keys that are not pinned, oldest first."""
+        return self._order.peek(count, pinned)
+
+    def evict(
+        self,
+        keys: Sequence[OffloadKey],
+        incoming: Sequence[OffloadKey] = (),  # noqa: ARG002 - as in `victims`
+    ) -> None:
+        """Remove victims."""
+        self._order.discard(keys)
+
+    def remove(self, keys: Sequence[OffloadKey]) -> None:
+        """Remove resident keys."""
+        self._order.discard(keys)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._order.clear()
+
+    def __len__(self) -> int:
+        return len(self._order)

@@ -1,0 +1,1 @@
+"""What tierstore is tested with: conformance suites, state machines, faults."""
