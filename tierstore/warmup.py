@@ -6,6 +6,7 @@ Knows no engine; the adapter of an engine turns prompts into token ids and prefi
 import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -101,11 +102,8 @@ def distinct_prefixes(prompts: Sequence[Sequence[int]]) -> list[int]:
     packed = [np.asarray(tokens, ">u4").tobytes() for tokens in prompts]
     order = sorted(range(len(prompts)), key=lambda index: (packed[index], -index))
     # In this order whatever begins with a prompt follows it without a gap: one look ahead will do.
-    return [
-        index
-        for index, after in zip(order, [*order[1:], None], strict=True)
-        if after is None or not packed[after].startswith(packed[index])
-    ]
+    kept = [one for one, after in pairwise(order) if not packed[after].startswith(packed[one])]
+    return kept + order[-1:]
 
 
 def _parse_text(value: object) -> Prompt:
