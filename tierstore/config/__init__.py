@@ -5,7 +5,7 @@ missing units and impossible pairs with a `ConfigError` that names the path of t
 nearest valid name.
 """
 
-from tierstore.config.loader import emit_json_schema, load_config
+from tierstore.config.loader import emit_json_schema, load_config, to_mapping
 from tierstore.config.model import (
     IoConfig,
     OffloadConfig,
@@ -22,4 +22,5 @@ __all__ = [
     "StoreConfig",
     "emit_json_schema",
     "load_config",
+    "to_mapping",
 ]

@@ -7,14 +7,14 @@ computes faster than the disk writes.
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vllm import LLM, EngineArgs, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.tokenizers import TokenizerLike
 
-from tierstore.config import StoreConfig, load_config
+from tierstore.config import StoreConfig, load_config, to_mapping
 from tierstore.errors import ConfigError, PromptError
 from tierstore.metrics import Metric
 from tierstore.warmup import ChatPrompt, Prompt, TextPrompt, distinct_prefixes
@@ -66,15 +66,13 @@ def warm_up(
         ConfigError: the configuration has no tier on disk.
         PromptError: a prompt does not fit the model; names its line.
     """
-    config = load_config(config_path)
-    if not config.secondary:
-        raise ConfigError(f"{config_path}: a warm-up needs a tier on disk: add one to 'secondary'")
+    config = _patient(load_config(config_path))
     engine_args.kv_transfer_config = KVTransferConfig(
         kv_connector="TierStoreConnector",
         kv_connector_module_path="tierstore_vllm",
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
-        kv_connector_extra_config={"tierstore.config": str(config_path)},
+        kv_connector_extra_config={"tierstore.config": to_mapping(config)},
     )
     engine_args.disable_log_stats = False
     llm = LLM.from_engine_args(engine_args)
@@ -82,6 +80,24 @@ def warm_up(
         return _Warmup(llm, config).run(_token_lists(llm, prompts), report_progress)
     finally:
         llm.llm_engine.engine_core.shutdown(timeout=60.0)
+
+
+def _patient(config: StoreConfig) -> StoreConfig:
+    """Let nothing be dropped or kept from disk: this process ends, and nobody waits for it.
+
+    Raises:
+        ConfigError: the configuration has no tier on disk.
+    """
+    if not config.secondary:
+        raise ConfigError("a warm-up needs a tier on disk: add one to 'secondary'")
+    queue_bytes = config.primary.capacity_bytes
+    tiers = [
+        replace(tier, io=replace(tier.io, write_queue_bytes=queue_bytes))
+        for tier in config.secondary
+    ]
+    if all(tier.cascade != "write_through" for tier in tiers):
+        tiers[0] = replace(tiers[0], cascade="write_through")
+    return replace(config, secondary=tuple(tiers))
 
 
 class _Warmup:
@@ -126,9 +142,7 @@ class _Warmup:
         if not offloaded_bytes:
             return _FIRST_BATCH_TOKENS
         bytes_per_token = offloaded_bytes / self._computed_token_count
-        queue_bytes = min(tier.io.write_queue_bytes for tier in self._config.secondary)
-        room_bytes = min(self._config.primary.capacity_bytes // 4, queue_bytes)
-        return int(room_bytes / bytes_per_token)
+        return int(self._config.primary.capacity_bytes / 4 / bytes_per_token)
 
     def _prefill(self, batch: list[list[int]]) -> None:
         sampling = SamplingParams(max_tokens=1, temperature=0.0)
