@@ -7,7 +7,9 @@ nearest valid name.
 
 from tierstore.config.loader import emit_json_schema, load_config, to_mapping
 from tierstore.config.model import (
+    Cascade,
     IoConfig,
+    IoMode,
     OffloadConfig,
     PrimaryConfig,
     SecondaryConfig,
@@ -15,7 +17,9 @@ from tierstore.config.model import (
 )
 
 __all__ = [
+    "Cascade",
     "IoConfig",
+    "IoMode",
     "OffloadConfig",
     "PrimaryConfig",
     "SecondaryConfig",
