@@ -47,7 +47,10 @@ def run() -> int:
     parser.add_argument("--prompts", type=Path, required=True, help="JSON lines")
     parser.add_argument("--config", dest="store_config", type=Path, required=True, help="YAML")
     EngineArgs.add_cli_args(parser)
+    parser.set_defaults(model=None)
     options = parser.parse_args()
+    if options.model is None:
+        parser.error("--model is required")
     prompts = asyncio.run(collect(options.prompts))
     with tqdm(desc="prefill", unit="prompt", disable=None) as bar:
 
