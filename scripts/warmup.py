@@ -8,6 +8,7 @@ Everything that decides the identity of the cache (--dtype, --block-size, --kv-c
 or a computed chunk could not be stored.
 """
 
+import argparse
 import asyncio
 import sys
 from pathlib import Path
@@ -43,14 +44,17 @@ def run() -> int:
         ) from error
     from tierstore_vllm.warmup import warm_up
 
-    parser = FlexibleArgumentParser(description="Fill tierstore before a server needs it.")
-    parser.add_argument("--prompts", type=Path, required=True, help="JSON lines")
-    parser.add_argument("--config", dest="store_config", type=Path, required=True, help="YAML")
-    EngineArgs.add_cli_args(parser)
-    parser.set_defaults(model=None)
-    options = parser.parse_args()
-    if options.model is None:
-        parser.error("--model is required")
+    own = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
+    )
+    own.add_argument("--prompts", type=Path, required=True, help="JSON lines")
+    own.add_argument("--config", type=Path, required=True, help="tierstore's YAML file")
+    own.add_argument("--model", required=True, help="as the server names it")
+    options, engine_options = own.parse_known_args()
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog=own.prog))
+    engine_args = EngineArgs.from_cli_args(
+        parser.parse_args(["--model", options.model, *engine_options])
+    )
     prompts = asyncio.run(collect(options.prompts))
     with tqdm(desc="prefill", unit="prompt", disable=None) as bar:
 
@@ -58,7 +62,7 @@ def run() -> int:
             bar.total = count
             bar.update(done - bar.n)
 
-        report = warm_up(prompts, options.store_config, EngineArgs.from_cli_args(options), show)
+        report = warm_up(prompts, options.config, engine_args, show)
     print_report(report)
     return 1 if report.lost_chunk_count else 0
 
