@@ -197,8 +197,10 @@ def missing_hits(passes: Passes, block_tokens: int) -> list[str]:
             found = loaded["host"] + loaded["disk"] + loaded.get("external_unspecified", 0)
             if found < expected:
                 problems.append(f"{ROWS[name]}: prompt {number}: {found} of {expected} loaded")
+    if from_disk := sums_of(passes["memory"])["disk"]:
+        problems.append(f"{ROWS['memory']}: {from_disk} tokens came from disk")
     if sums_of(passes["disk"])["disk"] == 0:
-        problems.append("3 new process: nothing was loaded from disk")
+        problems.append(f"{ROWS['disk']}: nothing was loaded from disk")
     return problems
 
 
