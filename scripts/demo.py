@@ -163,7 +163,9 @@ def run_engine(name: str, job: dict[str, Any], console: Console) -> dict[str, An
     with console.status(f"vLLM: {name} (log: {log_path})"), log_path.open("w") as log:
         done = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
     if done.returncode or not result_path.exists():
-        sys.exit(f"{log_path.read_text()[-4000:]}\nvLLM failed: {name}; log: {log_path}")
+        # The root cause stands first; what follows is other processes giving up because of it.
+        causes = [line for line in log_path.read_text().splitlines() if "Error: " in line]
+        sys.exit("\n".join([*causes[:5], f"vLLM failed: {name}; log: {log_path}"]))
     return dict(json.loads(result_path.read_text()))
 
 
