@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from tierstore.arrays import ByteArray, adjacent_runs, byte_rows
+from tierstore.arrays import ByteArray, Rows, adjacent_runs, byte_rows
 from tierstore.clock import Clock, MonotonicClock
 from tierstore.config import StoreConfig, load_config
 from tierstore.errors import BackendError, ClosedError
@@ -272,9 +272,7 @@ class TierStore:
     ) -> None:
         self.close()
 
-    def _put_batch(
-        self, group_idx: int, keys: Sequence[OffloadKey], rows: Sequence[ByteArray] | ByteArray
-    ) -> int:
+    def _put_batch(self, group_idx: int, keys: Sequence[OffloadKey], rows: Rows) -> int:
         chunk_bytes = self._specs[group_idx].chunk_bytes
         need = len(keys) * chunk_bytes
         self._settle(
@@ -283,16 +281,14 @@ class TierStore:
         )
         self._settle(lambda: self._stack.demote_victims(group_idx, len(keys)) == 0, _STALL_SECONDS)
         reservation = self._stack.reserve_offload(group_idx, keys)
-        source = [rows[i] for i in reservation.indices]
-        if isinstance(rows, np.ndarray) and len(reservation.indices) == len(keys):
-            source = rows  # type: ignore[assignment]
+        is_whole = len(reservation.indices) == len(keys)
         for start, stop in adjacent_runs(reservation.slots, self._specs[group_idx].slot_bytes):
             target = self._slots(group_idx, int(reservation.slots[start]), stop - start)
-            if isinstance(source, np.ndarray):
-                target[:] = source[start:stop]
+            if is_whole and isinstance(rows, np.ndarray):
+                target[:] = rows[start:stop]
             else:
-                for row, chunk in zip(target, source[start:stop], strict=True):
-                    row[:] = chunk
+                for slot, i in zip(target, reservation.indices[start:stop], strict=True):
+                    slot[:] = rows[i]
         self._stack.finish_offload(reservation)
         self._pump()
         return sum(state >= ChunkState.RECORDED for state in self._stack.locate(keys))
@@ -317,9 +313,7 @@ class TierStore:
         )
         return batch
 
-    def _finish_get(
-        self, batch: _Batch, group_idx: int, out: Sequence[ByteArray], found: list[bool]
-    ) -> None:
+    def _finish_get(self, batch: _Batch, group_idx: int, out: Rows, found: list[bool]) -> None:
         self._settle(lambda: batch.done is not None, math.inf)
         assert batch.done is not None
         # The slots are pinned or still arriving, so their bytes stay in place until finish_load.

@@ -131,7 +131,7 @@ class CopyConformance(ABC):
 
         engine.submit_offload(CopyId(1), 0, chunks, slots)
         _wait(engine, {CopyId(1)})
-        spoilt = before ^ 0xFF
+        spoilt = before ^ np.uint8(0xFF)
         memory.write(spoilt)
         engine.submit_load(CopyId(2), 0, chunks, slots)
         _wait(engine, {CopyId(2)})
