@@ -168,6 +168,9 @@ class TierStore:
             for i in range(0, len(keys), per_batch):
                 indices = range(i, min(i + per_batch, len(keys)))
                 batch = self._start_get(group_idx, keys, indices)
+                if batch is None and in_flight:  # perhaps they hold the room that it needs
+                    self._finish_get(in_flight.pop(0), group_idx, rows, found)
+                    batch = self._start_get(group_idx, keys, indices)
                 if batch is not None:
                     in_flight.append(batch)
                 if len(in_flight) == _BATCHES_IN_FLIGHT:
@@ -274,7 +277,10 @@ class TierStore:
     ) -> int:
         chunk_bytes = self._specs[group_idx].chunk_bytes
         need = len(keys) * chunk_bytes
-        self._settle(lambda: self._stack.write_queue_room_bytes() >= need, _STALL_SECONDS)
+        self._settle(
+            lambda: self._stack.write_queue_room_bytes() >= need or not self._stack.has_work(),
+            _STALL_SECONDS,
+        )
         self._settle(lambda: self._stack.demote_victims(group_idx, len(keys)) == 0, _STALL_SECONDS)
         reservation = self._stack.reserve_offload(group_idx, keys)
         source = [rows[i] for i in reservation.indices]
@@ -384,8 +390,9 @@ class TierStore:
 
     def _batch_chunks(self, group_idx: int) -> int:
         spec = self._specs[group_idx]
-        quarter = self._config.primary.capacity_bytes // 4
-        return max(1, min(_BATCH_BYTES, quarter) // spec.slot_bytes)
+        # Two batches of a get, or one of a put and the write-behind queue, fit into the tier.
+        share = self._config.primary.capacity_bytes // (4 * max(1, len(self._config.secondary)))
+        return max(1, min(_BATCH_BYTES, share) // spec.slot_bytes)
 
     def _check_open(self) -> None:
         if self._closed:

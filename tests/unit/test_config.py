@@ -19,6 +19,7 @@ from tierstore.config import (
     StoreConfig,
     emit_json_schema,
     load_config,
+    to_mapping,
 )
 from tierstore.config.document import Document
 from tierstore.errors import ConfigError
@@ -46,6 +47,11 @@ def test_every_shipped_file_loads_and_matches_the_schema(path: Path) -> None:
     load_config(path)
     jsonschema.validate(yaml.safe_load(path.read_text()), json.loads(emit_json_schema()))
     assert path.read_text().startswith("# yaml-language-server: $schema=./tierstore.schema.json\n")
+
+
+@pytest.mark.parametrize("path", CONFIG_FILES, ids=lambda path: path.name)
+def test_a_configuration_survives_the_way_to_a_mapping_and_back(path: Path) -> None:
+    assert load_config(to_mapping(load_config(path))) == load_config(path)
 
 
 def test_all_kinds_of_store_are_shipped() -> None:

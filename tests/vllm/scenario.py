@@ -7,7 +7,7 @@ from typing import Any
 
 from engine import Answer, EngineJob, EngineResult, Round
 
-__all__ = ["ANSWER_TOKENS", "Scenario", "assert_same_answers", "tier_config"]
+__all__ = ["ANSWER_TOKENS", "Scenario", "assert_same_answer", "assert_same_answers", "tier_config"]
 
 ANSWER_TOKENS = 40
 _LENGTHS = (1, 31, 32, 33, 64, 65, 129, 320, 321, 500, 560, 900)
@@ -107,10 +107,11 @@ def assert_same_answers(
     for number, (ours, theirs) in enumerate(pairs):
         where = f"round {name!r}, prompt {number}"
         assert ours.finish_reason == theirs.finish_reason, where
-        _assert_same_answer(ours, theirs, noise, where)
+        assert_same_answer(ours, theirs, noise, where)
 
 
-def _assert_same_answer(ours: Answer, theirs: Answer, noise: float, where: str) -> None:
+def assert_same_answer(ours: Answer, theirs: Answer, noise: float, where: str) -> None:
+    """Compare one answer; see `assert_same_answers`."""
     for position, token in enumerate(theirs.tokens):
         at = f"{where}, token {position}"
         if ours.tokens[position] != token:

@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Literal
 
 __all__ = [
+    "Cascade",
     "IoConfig",
+    "IoMode",
     "OffloadConfig",
     "PrimaryConfig",
     "SecondaryConfig",

@@ -43,18 +43,17 @@ _CLOSE_TIMEOUT_SECONDS = 30.0
 class _TierIo:
     """One secondary tier's backend and its own threads, so that a hung tier stalls no other."""
 
-    def __init__(self, config: SecondaryConfig, backend: Backend) -> None:
+    def __init__(
+        self, config: SecondaryConfig, manifest: Manifest, *, rank: int, rank_count: int
+    ) -> None:
         self.config = config
-        self.backend: Backend | None = backend
-        self.pool = IoPool(config.io.threads, f"tierstore-{config.name}")
-
-    def open(self) -> None:
+        self.backend: Backend | None = None
+        """None: the tier is out of use."""
         try:
-            assert self.backend is not None
-            self.backend.open()
+            self.backend = open_backend(config, manifest, rank=rank, rank_count=rank_count)
         except BackendError as error:
-            _logger.error("tier is out of use: tier=%s cause=%s", self.config.name, error)
-            self.backend = None
+            _logger.error("tier is out of use: tier=%s cause=%s", config.name, error)
+        self.pool = IoPool(config.io.threads, f"tierstore-{config.name}")
         self.pool.open()
 
 
@@ -121,11 +120,8 @@ class TransferExecutor:
             engine = HostCopyEngine()
             engine.register(caches, manifest.blocks_per_chunk, pool.address, pool.size_bytes)
         tiers = [
-            _TierIo(tier, open_backend(tier, manifest, rank=rank, rank_count=rank_count))
-            for tier in config.secondary
+            _TierIo(tier, manifest, rank=rank, rank_count=rank_count) for tier in config.secondary
         ]
-        for tier in tiers:
-            tier.open()
         return cls(
             manifest=manifest,
             pool=pool,
@@ -343,12 +339,7 @@ class TransferExecutor:
         )
         try:
             assert tier.backend is not None
-            written = tier.backend.write(span.records(self._pool.array.data, self._slot_bytes))
-            if tier.config.io.durable:
-                tier.backend.sync()
-            failed = written
-        except BackendError as error:
-            _logger.error("sync failed: tier=%s cause=%s", tier.config.name, error)
+            failed = tier.backend.write(span.records(self._pool.array.data, self._slot_bytes))
         finally:
             self._end_task(job, span, failed)
 
