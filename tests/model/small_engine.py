@@ -24,7 +24,7 @@ from tierstore.planner import (
 from tierstore.tier.reservation import ChunkState
 from tierstore.transfer import FailureReason, Load, Offload, TransferDone
 
-HASH_TOKENS, ALIGNMENT = 4, 8
+HASH_TOKENS, STATE_TOKENS, ALIGNMENT = 4, 8, 16
 FULL, WINDOW, STATE = 0, 1, 2
 BLOCK_TOKENS = (4, 4, 8)
 WINDOW_TOKENS = 10
@@ -44,7 +44,7 @@ def _spec(group_idx, kind, blocks_per_chunk, window_tokens=0):
 
 SPECS = (
     _spec(FULL, GroupKind.FULL, 2),
-    _spec(WINDOW, GroupKind.SLIDING_WINDOW, 1, WINDOW_TOKENS),
+    _spec(WINDOW, GroupKind.SLIDING_WINDOW, 4, WINDOW_TOKENS),
     _spec(STATE, GroupKind.STATE, 1),
 )
 
@@ -60,9 +60,7 @@ class Request:
     is_new: bool = True
 
     def hash_blocks(self):
-        for end in range(
-            (len(self.hashes) + 1) * HASH_TOKENS, len(self.tokens) + 1, HASH_TOKENS
-        ):
+        for end in range((len(self.hashes) + 1) * HASH_TOKENS, len(self.tokens) + 1, HASH_TOKENS):
             self.hashes.append(b"hashed: " + self.tokens[:end])
 
 
@@ -194,10 +192,10 @@ class SmallEngine:
         if request.computed == len(request.tokens):
             request.tokens += bytes([request.tokens[-1] % 250 + 1])
             request.hash_blocks()
-        boundary = (request.computed // ALIGNMENT + 1) * ALIGNMENT
+        boundary = (request.computed // STATE_TOKENS + 1) * STATE_TOKENS
         count = min(STEP_TOKENS_MAX, len(request.tokens) - request.computed)
         if request.computed + count > boundary:
-            count -= (request.computed + count) % ALIGNMENT
+            count -= (request.computed + count) % STATE_TOKENS
         if not self._grow(request, request.computed + count):
             self._release(request)
             request.status = "waiting"

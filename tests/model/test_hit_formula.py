@@ -75,7 +75,7 @@ def test_the_hit_is_the_longest_length_at_which_no_position_is_missing(data, spe
 
     def holds(length, least):
         return all(
-            token < local and spec.kind is not GroupKind.STATE
+            (token < local and spec.kind is not GroupKind.STATE)
             or state_of.get((spec.group_idx, token // spec.tokens_per_chunk), 0) >= least
             for spec in specs
             for token in needed_tokens(spec, length)

@@ -117,3 +117,33 @@ def test_asking_thirty_two_times_pins_nothing():
     assert answers == {32}
     assert engine.stack.leaks() == []
     engine.drain()
+
+
+def test_a_load_into_a_block_that_is_still_being_read_is_fenced():
+    engine = SmallEngine(60)
+    engine.add(TEXT[:40])
+    for _ in range(6):
+        engine.step()
+    for job_id in list(engine.jobs):
+        engine.answer(job_id, ok=True)
+    engine.add(bytes([201]) * 40)
+    for _ in range(6):
+        engine.step()
+    assert engine.unread
+    engine.abort("r2")
+    engine.add(TEXT[:33])
+    engine.step()
+    (load,) = engine.loaders
+    engine.answer(load, ok=True)
+    engine.drain()
+
+
+def test_a_block_that_slid_out_of_the_window_is_not_offloaded_with_its_chunk():
+    engine = SmallEngine(60)
+    engine.add(TEXT[:25])
+    for i in range(14):
+        engine.step()
+        engine.add(bytes([210 + i]) * 3)
+    for job_id in list(engine.jobs):
+        engine.answer(job_id, ok=True)
+    engine.drain()
