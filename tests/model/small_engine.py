@@ -1,7 +1,7 @@
 """An engine small enough to know what every block must hold: the opponent of the planner.
 
-Copies are lazy: an offload reads its blocks when it is answered, or when a fence forces it to, and a
-load writes its blocks when it is answered. So a missing fence shows as wrong bytes in a slot.
+Copies are lazy: an offload reads its blocks when it is answered, or when a fence forces it to,
+and a load writes its blocks when it is answered. So a missing fence shows as wrong bytes in a slot.
 Freed blocks are handed out again at once.
 """
 
