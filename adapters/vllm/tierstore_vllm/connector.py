@@ -179,10 +179,11 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Say how many tokens can be loaded beyond the local ones."""
+        no_hit: tuple[int | None, bool] = (0, False)
         return self._ask(
             "get_num_new_matched_tokens",
             lambda half: half.get_num_new_matched_tokens(request, num_computed_tokens),
-            (0, False),
+            no_hit,
         )
 
     def update_state_after_alloc(
