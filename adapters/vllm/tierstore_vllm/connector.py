@@ -1,8 +1,8 @@
 """`TierStoreConnector`: vLLM's hooks on one side, the two halves on the other.
 
 vLLM makes one connector in each worker and one beside the scheduler, perhaps in the same process;
-they share nothing but messages. The hooks only pass on, and the halves raise nothing into the engine:
-whatever fails is logged, and vLLM computes what it would have computed without a cache.
+they share nothing but messages. The hooks only pass on, and the halves raise nothing into the
+engine: what fails is logged, and vLLM computes what it would have computed without a cache.
 """
 
 import logging
