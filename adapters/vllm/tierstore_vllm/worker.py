@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from tierstore.config import StoreConfig
-from tierstore.errors import LayoutError
+from tierstore.errors import ConfigError, LayoutError
 from tierstore.executor import TransferExecutor
 from tierstore.metrics import Counters
 from tierstore.transfer import (
@@ -83,6 +83,8 @@ class WorkerHalf:
             self._executor = self._open_executor(layout)
         except LayoutError as error:
             self._hello = WorkerHello(None, str(error))
+        except MemoryError as error:
+            raise ConfigError(f"primary.capacity: lower it, {error}") from error
         else:
             self._hello = WorkerHello(layout.manifest)
 
