@@ -60,6 +60,7 @@ def main() -> int:
     parser.add_argument("--model", help="a model of yours instead of the small random one")
     model = parser.parse_args().model
     console = Console()
+    console.width = max(console.width, 130)
     shutil.rmtree(FOLDER / "cache", ignore_errors=True)
     FOLDER.mkdir(exist_ok=True)
     engine = engine_of(model, console)
