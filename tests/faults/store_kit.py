@@ -36,7 +36,8 @@ class Chunks:
         return make_offload_keys(self.manifest.namespace, group_idx=0, block_hashes=hashes)
 
     def array(self, numbers):
-        return np.stack([chunk_of(key, self.chunk_bytes) for key in self.keys(numbers)])
+        rows = [chunk_of(key, self.chunk_bytes) for key in self.keys(numbers)]
+        return np.array(rows, np.uint8).reshape(len(rows), self.chunk_bytes)
 
     def put(self, store, numbers):
         return store.put(self.keys(numbers), self.array(numbers))
