@@ -13,9 +13,7 @@ LIMITS = settings(max_examples=12, stateful_step_count=20, deadline=None)
 def opener(primary, **tier):
     def open_store(path, manifest):
         secondary = [{"name": "disk", "path": str(path / "disk"), **tier}] if tier else []
-        return TierStore.open(
-            {"version": 1, "primary": primary, "secondary": secondary}, manifest
-        )
+        return TierStore.open({"version": 1, "primary": primary, "secondary": secondary}, manifest)
 
     return open_store
 

@@ -7,6 +7,7 @@ nearest valid name.
 
 from tierstore.config.loader import emit_json_schema, load_config
 from tierstore.config.model import (
+    GpuConfig,
     IoConfig,
     OffloadConfig,
     PrimaryConfig,
@@ -15,6 +16,7 @@ from tierstore.config.model import (
 )
 
 __all__ = [
+    "GpuConfig",
     "IoConfig",
     "OffloadConfig",
     "PrimaryConfig",

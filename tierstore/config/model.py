@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 __all__ = [
+    "GpuConfig",
     "IoConfig",
     "OffloadConfig",
     "PrimaryConfig",
@@ -59,6 +60,20 @@ class SecondaryConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GpuConfig:
+    """How chunks travel between GPU and host memory; None: measured at start."""
+
+    kernel_below_bytes: int | None = None
+    """Smaller runs are gathered by a kernel; 0: none are."""
+    kernel_runs_min: int | None = None
+    """Fewer small runs than this are not worth a kernel."""
+    pitched_from_bytes: int | None = None
+    """Equally spaced rows of at least this size become one 2-D copy."""
+    kernel_sms: int = 4
+    """Multiprocessors that the kernel occupies at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadConfig:
     """What an engine's connector offloads."""
 
@@ -76,3 +91,4 @@ class StoreConfig:
     secondary: tuple[SecondaryConfig, ...] = ()
     """In the order in which they are asked."""
     offload: OffloadConfig = field(default_factory=OffloadConfig)
+    gpu: GpuConfig = field(default_factory=GpuConfig)
