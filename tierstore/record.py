@@ -8,17 +8,49 @@
 
 A header is 128 bytes, so a header page describes up to 32 adjacent records: a prefix that was
 stored together is read with one vectored call, and small chunks do not pay a page each.
+
+    offset  bytes  field             content (integers are little-endian)
+         0      8  magic             b"TSRECORD"
+         8      2  format_version    `manifest.FORMAT_VERSION`
+        10      2  key_bytes         length of the key, 20 to 76
+        12      4  payload_bytes     live bytes of the payload; the rest of its pages is arbitrary
+        16     76  key               namespace, group index and block hash, zero-padded
+        92      4  rank              whose payload this is
+        96      8  payload_checksum  xxh3_64 of the payload
+       104     16  reserved          MUST be zero
+       120      8  header_checksum   xxh3_64 of bytes 0 to 119
+
+The headers that a header page does not use are zero. A reader knows key, length and rank from the
+catalog, takes none of them from the disk, and MUST refuse a record whose header differs in any bit
+from the one that these and the checksum of the payload as read give. A header of zeros is a record
+that is gone (its pages were given back); so is a payload of zeros whose checksum is not that of
+zeros.
 """
 
-import numpy as np
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+from xxhash import xxh3_64_intdigest
+
+from tierstore.key import KEY_BYTES_MAX, OffloadKey
 from tierstore.layout import PAGE_BYTES
+from tierstore.manifest import FORMAT_VERSION
+from tierstore.transfer import FailureReason, Place
 
 __all__ = [
     "EXTENT_RECORDS_MAX",
     "HEADER_BYTES",
+    "HEADER_DTYPE",
     "PLACE_BYTES",
     "PLACE_DTYPE",
+    "Mismatch",
+    "encode_headers",
+    "explain_mismatch",
+    "headers_equal",
+    "parse_places",
+    "payload_checksum",
 ]
 
 HEADER_BYTES = 128
@@ -36,3 +68,119 @@ PLACE_DTYPE = np.dtype(
 """Fields of a `transfer.Place`: record `index` of the extent whose header page is `header_page`."""
 
 PLACE_BYTES = PLACE_DTYPE.itemsize
+
+HEADER_DTYPE = np.dtype(
+    [
+        ("magic", "V8"),
+        ("format_version", "<u2"),
+        ("key_bytes", "<u2"),
+        ("payload_bytes", "<u4"),
+        ("key", f"V{KEY_BYTES_MAX}"),
+        ("rank", "<u4"),
+        ("payload_checksum", "<u8"),
+        ("reserved", "V16"),
+        ("header_checksum", "<u8"),
+    ]
+)
+"""The byte table of the module, as numpy reads it."""
+
+_MAGIC = b"TSRECORD"
+_CHECKED_BYTES = HEADER_BYTES - 8
+_NO_PLACE = bytes(PLACE_BYTES)
+
+payload_checksum = xxh3_64_intdigest
+"""xxh3_64 of a buffer; about 65 GB/s while the bytes are in cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """Why a record is not the one that was asked for."""
+
+    reason: FailureReason
+    cause: str
+    """In words, the same for every record with this fault: the cause of one log line."""
+
+
+def parse_places(places: Sequence[Place]) -> npt.NDArray[np.void]:
+    """Return the places as an array of `PLACE_DTYPE`; one of a wrong length becomes all zeros."""
+    joined = b"".join(places)
+    if len(joined) != PLACE_BYTES * len(places) or set(map(len, places)) != {PLACE_BYTES}:
+        joined = b"".join(p if len(p) == PLACE_BYTES else _NO_PLACE for p in places)
+    return np.frombuffer(joined, PLACE_DTYPE)
+
+
+def encode_headers(
+    keys: Sequence[OffloadKey],
+    payload_bytes: npt.NDArray[np.unsignedinteger],
+    payload_checksums: Sequence[int],
+    *,
+    rank: int,
+) -> npt.NDArray[np.void]:
+    """Return the headers of records as an array of `HEADER_DTYPE`, contiguous in memory.
+
+    Costs about 0.5 us per record in batches of 32.
+    """
+    headers = np.zeros(len(keys), HEADER_DTYPE)
+    headers["magic"] = _MAGIC
+    headers["format_version"] = FORMAT_VERSION
+    headers["key_bytes"] = [len(key) for key in keys]
+    headers["payload_bytes"] = payload_bytes
+    padded = b"".join([key.ljust(KEY_BYTES_MAX, b"\0") for key in keys])
+    headers["key"] = np.frombuffer(padded, f"V{KEY_BYTES_MAX}")
+    headers["rank"] = rank
+    headers["payload_checksum"] = payload_checksums
+    encoded = headers.tobytes()
+    headers["header_checksum"] = [
+        xxh3_64_intdigest(encoded[start : start + _CHECKED_BYTES])
+        for start in range(0, len(encoded), HEADER_BYTES)
+    ]
+    return headers
+
+
+def headers_equal(
+    actual: npt.NDArray[np.uint8], expected: npt.NDArray[np.void]
+) -> npt.NDArray[np.bool_]:
+    """Say per record whether the header as read, a row of 128 bytes, is the expected one."""
+    rows = expected.view(np.uint64).reshape(-1, HEADER_BYTES // 8)
+    equal: npt.NDArray[np.bool_] = (actual.view(np.uint64) == rows).all(axis=1)
+    return equal
+
+
+def explain_mismatch(
+    header: bytes, payload: memoryview, key: OffloadKey, *, rank: int
+) -> Mismatch | None:
+    """Compare one record as read with what was asked for; None: it is the one.
+
+    `payload` has the expected length. Agrees with `headers_equal`, but says what is wrong.
+    """
+    if not any(header):
+        return Mismatch(FailureReason.ABSENT, "no header")
+    cause = _header_fault(header, len(payload), key, rank)
+    if cause is not None:
+        return Mismatch(FailureReason.CORRUPT, cause)
+    checksum = int(np.frombuffer(header, HEADER_DTYPE)["payload_checksum"][0])
+    if xxh3_64_intdigest(payload) == checksum:
+        return None
+    if not np.frombuffer(payload, np.uint8).any():
+        return Mismatch(FailureReason.ABSENT, "payload given back")
+    return Mismatch(FailureReason.CORRUPT, "payload checksum")
+
+
+def _header_fault(header: bytes, payload_bytes: int, key: OffloadKey, rank: int) -> str | None:
+    """Name the first field of a header that is not as expected."""
+    fields = np.frombuffer(header, HEADER_DTYPE)[0]
+    if fields["magic"].tobytes() != _MAGIC:
+        return "magic"
+    if fields["format_version"] != FORMAT_VERSION:
+        return "format version"
+    if xxh3_64_intdigest(header[:_CHECKED_BYTES]) != fields["header_checksum"]:
+        return "header checksum"
+    if fields["key_bytes"] != len(key) or fields["key"].tobytes() != key.ljust(
+        KEY_BYTES_MAX, b"\0"
+    ):
+        return "key"
+    if fields["payload_bytes"] != payload_bytes:
+        return "payload length"
+    if fields["rank"] != rank:
+        return "rank"
+    return "reserved bytes" if any(fields["reserved"].tobytes()) else None

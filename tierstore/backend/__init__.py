@@ -1,1 +1,1 @@
-"""Payload stores of the secondary tiers."""
+"""Payload stores of the secondary tiers: segment files and LMDB."""

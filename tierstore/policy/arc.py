@@ -7,6 +7,8 @@ aims at; c is the capacity.
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
+from typing import NamedTuple
 
 from tierstore.key import OffloadKey
 from tierstore.policy.key_queue import KeyQueue
@@ -39,28 +41,43 @@ class ArcPolicy:
         self._t2 = KeyQueue()
         self._b1 = KeyQueue()
         self._b2 = KeyQueue()
-        self._strangers: Sequence[OffloadKey] | None = None
-        """The batch that `victims` found to hold no ghost, so that `evict` need not ask again."""
+        self._plan: _Plan | None = None
+        """What `victims` found out, for the `evict` that follows at once."""
 
-    def insert(self, keys: Sequence[OffloadKey]) -> None:
+    def locate(self, keys: Sequence[OffloadKey]) -> list[int | None]:
+        """Return the slot of each resident key, None for others."""
+        first, second = self._t2.table, self._t1.table
+        if keys and keys[0] in second:
+            # The chunks of a request were mostly used together: one list has them all.
+            first, second = second, first
+        slots: list[int | None] = list(map(first.get, keys))
+        return list(map(second.get, keys, slots)) if None in slots else slots
+
+    def insert(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
         """Add keys, in order: ghosts to T2, all others to T1; then drop the oldest ghosts."""
         if self._no_ghost_in(keys):
-            self._t1.push(keys)
+            self._t1.push(keys, slots)
             self._trim()
         else:
-            steps = self._replay(keys, (), ())
-            self._b1.discard(list(steps.b1.gone))
-            self._b2.discard(list(steps.b2.gone))
-            self._t2.push(steps.hits)
-            self._t1.push(steps.strangers)
-        self._strangers = None
+            steps = self._replay(keys, (len(self._t1), len(self._t2)), ([], []), 0)
+            self._b1.pop(list(steps.b1.gone))
+            self._b2.pop(list(steps.b2.gone))
+            slot_by_key = dict(zip(keys, slots, strict=True))
+            self._t2.push(steps.hits, map(slot_by_key.__getitem__, steps.hits))
+            self._t1.push(steps.strangers, map(slot_by_key.__getitem__, steps.strangers))
+        self._plan = None
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Make resident keys the most recently used of T2, in order (case I)."""
-        if not self._t1.view().isdisjoint(keys):
-            moved = self._t1.pop_present(list(dict.fromkeys(keys)))
-            self._t2.push(moved)
-        self._t2.touch(keys)
+        self._plan = None
+        t1 = self._t1.table
+        moved = list(filter(t1.__contains__, keys)) if t1 else []
+        if moved:
+            moved = list(dict.fromkeys(moved))
+            self._t2.push(moved, self._t1.pop(moved))
+        if len(moved) < len(keys):
+            # The moved keys too: they take their turn between those that were in T2 before.
+            self._t2.touch(keys)
 
     def victims(
         self,
@@ -69,88 +86,129 @@ class ArcPolicy:
         incoming: Sequence[OffloadKey] = (),
     ) -> list[OffloadKey]:
         """Name the keys that REPLACE takes for the last `count` of `incoming`, in order."""
-        if not self._no_ghost_in(incoming):
-            self._strangers = None
-            return self._replay(
-                incoming, self._t1.peek(count, pinned), self._t2.peek(count, pinned), count
-            ).victims
-        self._strangers = incoming
-        # Keys without a ghost leave p alone, and each makes T1 grow by one: REPLACE takes from T2
-        # until |T1| > p, from then on from T1, whose size then stays.
-        t1_size = len(self._t1) + max(len(incoming) - count, 0)
-        from_t2 = self._t2.peek(min(int(self._p) + 1 - t1_size, count), pinned)
-        from_t1 = self._t1.peek(count - len(from_t2), pinned)
-        missing = count - len(from_t2) - len(from_t1)
-        if missing > 0:
-            more = self._t2.peek(len(from_t2) + missing, pinned)
-            return from_t2 + from_t1 + more[len(from_t2) :]
-        return from_t2 + from_t1
+        if self._no_ghost_in(incoming):
+            found = self._victims_for_strangers(count, pinned, len(incoming))
+            self._plan = _Plan(incoming, found, self._p)
+        else:
+            cold = self._t1.peek(count, pinned), self._t2.peek(count, pinned)
+            steps = self._replay(incoming, (len(self._t1), len(self._t2)), cold, count)
+            found = steps.victims
+            self._plan = _Plan(incoming, found, steps.p)
+        return found
 
-    def evict(self, keys: Sequence[OffloadKey], incoming: Sequence[OffloadKey] = ()) -> None:
+    def evict(self, keys: Sequence[OffloadKey], incoming: Sequence[OffloadKey] = ()) -> list[int]:
         """Move victims to B1 and B2, in order, and adapt p to the ghosts among `incoming`."""
-        t1_victims = list(filter(self._t1.view().__contains__, keys))
-        t2_victims = (
-            list(filter(self._t2.view().__contains__, keys)) if len(t1_victims) < len(keys) else []
-        )
-        if incoming is not self._strangers and not self._no_ghost_in(incoming):
-            self._p = self._replay(incoming, t1_victims, t2_victims, len(keys)).p
+        sizes = len(self._t1.table), len(self._t2.table)
+        slots, t1_victims, t2_victims = self._pop(keys)
+        plan = self._plan
+        if plan is not None and plan.incoming is incoming and plan.victims is keys:
+            self._p = plan.p
+        elif not self._no_ghost_in(incoming):
+            self._p = self._replay(incoming, sizes, (t1_victims, t2_victims), len(keys)).p
+        self._plan = None
         if t1_victims:
-            self._t1.discard(t1_victims)
-            self._b1.push(t1_victims)
+            self._b1.push(t1_victims, repeat(0))
         if t2_victims:
-            self._t2.discard(t2_victims)
-            self._b2.push(t2_victims)
-        self._strangers = None
+            self._b2.push(t2_victims, repeat(0))
+        return slots
 
-    def remove(self, keys: Sequence[OffloadKey]) -> None:
+    def remove(self, keys: Sequence[OffloadKey]) -> list[int]:
         """Remove resident keys from T1 and T2; they leave no ghost."""
-        t1_count = len(self._t1.pop_present(keys))
-        if t1_count < len(keys):
-            self._t2.pop_present(keys)
+        self._plan = None
+        return self._pop(keys)[0]
 
     def clear(self) -> None:
         """Forget all keys and ghosts, and start over with p = 0."""
         for keys in (self._t1, self._t2, self._b1, self._b2):
             keys.clear()
         self._p = 0.0
-        self._strangers = None
+        self._plan = None
 
     def __len__(self) -> int:
         return len(self._t1) + len(self._t2)
 
+    def _victims_for_strangers(
+        self, count: int, pinned: Collection[OffloadKey], incoming_count: int
+    ) -> list[OffloadKey]:
+        # Keys without a ghost leave p alone, and each makes T1 grow by one: REPLACE takes from T2
+        # until |T1| > p, from then on from T1, whose size then stays.
+        t1_size = len(self._t1.table) + max(incoming_count - count, 0)
+        t2_turns = min(int(self._p) + 1 - t1_size, count)
+        from_t2 = self._t2.peek(t2_turns, pinned) if t2_turns > 0 else []
+        found = from_t2 + self._t1.peek(count - len(from_t2), pinned)
+        if len(found) < count:
+            more = self._t2.peek(count - len(found) + len(from_t2), pinned)
+            found += more[len(from_t2) :]
+        return found
+
+    def _pop(
+        self, keys: Sequence[OffloadKey]
+    ) -> tuple[list[int], Sequence[OffloadKey], Sequence[OffloadKey]]:
+        """Remove keys; return their slots, those that were in T1, and those that were in T2."""
+        in_t2_first = bool(keys) and keys[0] in self._t2.table
+        first, second = (self._t2, self._t1) if in_t2_first else (self._t1, self._t2)
+        found = first.pop_present(keys)
+        slots = [slot for slot in found if slot is not None]
+        first_keys: Sequence[OffloadKey] = keys
+        second_keys: Sequence[OffloadKey] = ()
+        if len(slots) < len(keys):
+            pairs = list(zip(keys, found, strict=True))
+            first_keys = [key for key, slot in pairs if slot is not None]
+            second_keys = [key for key, slot in pairs if slot is None]
+            second_slots = iter(second.pop(second_keys))
+            slots = [next(second_slots) if slot is None else slot for slot in found]
+        return (slots, second_keys, first_keys) if in_t2_first else (slots, first_keys, second_keys)
+
     def _no_ghost_in(self, keys: Sequence[OffloadKey]) -> bool:
-        return self._b1.view().isdisjoint(keys) and self._b2.view().isdisjoint(keys)
+        b1, b2 = self._b1.table, self._b2.table
+        return (not b1 or b1.keys().isdisjoint(keys)) and (not b2 or b2.keys().isdisjoint(keys))
 
     def _replay(
         self,
         incoming: Sequence[OffloadKey],
-        t1_cold: Sequence[OffloadKey],
-        t2_cold: Sequence[OffloadKey],
-        count: int = 0,
+        sizes: tuple[int, int],
+        cold: tuple[Sequence[OffloadKey], Sequence[OffloadKey]],
+        count: int,
     ) -> "_Replay":
-        """Go through misses that include ghosts; the last `count` of them evict."""
+        """Go through misses that include ghosts; the last `count` of them evict.
+
+        `sizes` are |T1| and |T2| before the batch, `cold` what may be evicted from each in order.
+        """
         steps = _Replay(
             c=self._c,
             p=self._p,
-            t1_size=len(self._t1),
-            t2_size=len(self._t2),
+            t1_size=sizes[0],
+            t2_size=sizes[1],
             b1=_GhostView(self._b1, len(incoming)),
             b2=_GhostView(self._b2, len(incoming)),
-            t1_cold=iter(t1_cold),
-            t2_cold=iter(t2_cold),
+            t1_cold=iter(cold[0]),
+            t2_cold=iter(cold[1]),
         )
         free = len(incoming) - count
         for number, key in enumerate(incoming):
             steps.miss(key, evict=number >= free)
+        for _ in range(-free):
+            steps.make_way()
         return steps
 
     def _trim(self) -> None:
-        l1_excess = len(self._t1) + len(self._b1) - self._c
-        if l1_excess > 0:
-            self._b1.discard(self._b1.peek(l1_excess))
-        excess = len(self) + len(self._b1) + len(self._b2) - 2 * self._c
-        if excess > 0:
-            self._b2.discard(self._b2.peek(excess))
+        b1_size, b2_size = len(self._b1.table), len(self._b2.table)
+        l1_size = len(self._t1.table) + b1_size
+        if l1_size > self._c and b1_size:
+            excess = min(l1_size - self._c, b1_size)
+            self._b1.pop(self._b1.peek(excess))
+            l1_size -= excess
+        excess = l1_size + len(self._t2.table) + b2_size - 2 * self._c
+        if excess > 0 and b2_size:
+            self._b2.pop(self._b2.peek(min(excess, b2_size)))
+
+
+class _Plan(NamedTuple):
+    """The victims that were named for a batch of misses, and p after it."""
+
+    incoming: Sequence[OffloadKey]
+    victims: Sequence[OffloadKey]
+    p: float
 
 
 class _GhostView:
@@ -219,6 +277,11 @@ class _Replay:
             self._replace(in_b2=in_b2)
         self.hits.append(key)
         self.t2_size += 1
+
+    def make_way(self) -> None:
+        """Name one more victim, as for a key never seen."""
+        self._replace(in_b2=False)
+        self.t1_size += 1
 
     def _replace(self, *, in_b2: bool) -> None:
         t1_first = self.t1_size > 0 and (

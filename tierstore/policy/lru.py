@@ -14,9 +14,13 @@ class LruPolicy:
     def __init__(self) -> None:
         self._order = KeyQueue()
 
-    def insert(self, keys: Sequence[OffloadKey]) -> None:
+    def locate(self, keys: Sequence[OffloadKey]) -> list[int | None]:
+        """Return the slot of each resident key, None for others."""
+        return list(map(self._order.table.get, keys))
+
+    def insert(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
         """Add keys as the most recently used, in order."""
-        self._order.push(keys)
+        self._order.push(keys, slots)
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Make resident keys the most recently used, in order."""
@@ -35,13 +39,13 @@ class LruPolicy:
         self,
         keys: Sequence[OffloadKey],
         incoming: Sequence[OffloadKey] = (),  # noqa: ARG002 - as in `victims`
-    ) -> None:
-        """Remove victims."""
-        self._order.discard(keys)
+    ) -> list[int]:
+        """Remove victims; return their slots."""
+        return self._order.pop(keys)
 
-    def remove(self, keys: Sequence[OffloadKey]) -> None:
-        """Remove resident keys."""
-        self._order.discard(keys)
+    def remove(self, keys: Sequence[OffloadKey]) -> list[int]:
+        """Remove resident keys; return their slots."""
+        return self._order.pop(keys)
 
     def clear(self) -> None:
         """Forget everything."""

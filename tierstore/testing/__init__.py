@@ -1,1 +1,1 @@
-"""What tierstore is tested with: conformance suites, state machines, faults."""
+"""Conformance suites and models for those who write policies, backends and copy engines."""

@@ -1,12 +1,10 @@
 """The primary tier's index: which key lies in which slot, who is pinned, who goes next."""
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import repeat
 from types import MappingProxyType
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 
@@ -20,12 +18,10 @@ from tierstore.transfer import IntArray
 
 __all__ = ["PrimaryTier", "Reservation"]
 
-_TABLE_BYTES_PER_KEY_MAX = 80
-_TABLE_BYTES_SLACK = 4096
+_NO_SLOT = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Reservation:
+class Reservation(NamedTuple):
     """Slots set aside for incoming chunks, and what had to go for them."""
 
     slots: IntArray
@@ -59,6 +55,7 @@ class PrimaryTier:
                 f"group; give {largest} bytes or, better, some thousand times as much"
             )
         self._group_class = [sizes.index(size) if size else -1 for size in slot_bytes]
+        self._class_count = len(sizes)
         self._slots: UniformSlots | SlabSlots = (
             SlabSlots(config.capacity_bytes, sizes)
             if len(sizes) > 1
@@ -69,17 +66,16 @@ class PrimaryTier:
         cached_groups = [size for size in slot_bytes if size] or [largest]
         capacity_chunks = config.capacity_bytes * len(cached_groups) // sum(cached_groups)
         self._policy = make_policy(config.eviction, capacity_chunks)
-        self._resident: dict[OffloadKey, int] = {}
         self._arriving: dict[OffloadKey, int] = {}
         self._arriving_view = MappingProxyType(self._arriving)
         self._pins: dict[OffloadKey, int] = {}
 
     def __len__(self) -> int:
-        return len(self._resident)
+        return len(self._policy)
 
     def locate(self, keys: Sequence[OffloadKey]) -> list[int | None]:
         """Return the slot of each resident key, None for others. <= 0.1 us per key."""
-        return list(map(self._resident.get, keys))
+        return self._policy.locate(keys)
 
     @property
     def arriving(self) -> Mapping[OffloadKey, int]:
@@ -99,20 +95,25 @@ class PrimaryTier:
         class_idx = self._group_class[group_idx]
         if class_idx < 0:
             raise ValueError(f"reserve: group {group_idx} is not cached")
-        self._require_distinct("reserve", keys)
-        if not self._resident.keys().isdisjoint(keys):
-            _refuse("reserve", "is resident", keys, self._resident.__contains__)
-        if not self._arriving.keys().isdisjoint(keys):
+        count = len(keys)
+        if count > 1 and len(set(keys)) != count:
+            _refuse("reserve", "came twice", keys, lambda key: keys.count(key) > 1)
+        if self._policy.locate(keys).count(None) != count:
+            _refuse("reserve", "is resident", keys, self._is_resident)
+        if self._arriving and not self._arriving.keys().isdisjoint(keys):
             _refuse("reserve", "is arriving", keys, self._arriving.__contains__)
         victims = self._choose_victims(class_idx, keys)
         if victims is None:
             return None
-        self._policy.evict(victims, keys)
-        if victims:
-            self._slots.give(list(map(self._resident.pop, victims)))
-        # Keys come tail first; the head gets the first slot, so that a prefix lies in its order.
-        slots = self._slots.take(class_idx, len(keys))[::-1]
-        self._arriving.update(zip(keys, slots, strict=True))
+        slots = self._policy.evict(victims, keys)
+        if self._class_count > 1 or len(slots) < count:
+            self._slots.give(slots)
+            # Keys come tail first, and the victims of a prefix too: the tail gets the last slot,
+            # so that a prefix lies in the pool in its own order.
+            slots = self._slots.take(class_idx, count)[::-1]
+        arriving = self._arriving
+        for key, slot in zip(keys, slots, strict=True):
+            arriving[key] = slot
         return Reservation(np.array(slots, np.int64), victims)
 
     def commit(self, keys: Sequence[OffloadKey]) -> None:
@@ -122,15 +123,7 @@ class PrimaryTier:
             ValueError: a key came twice or is not arriving.
         """
         slots = self._end_arrival("commit", keys)
-        self._resident.update(zip(keys, slots, strict=True))
-        table_bytes_max = _TABLE_BYTES_PER_KEY_MAX * len(self._resident) + _TABLE_BYTES_SLACK
-        if sys.getsizeof(self._resident) > table_bytes_max:
-            # A dict that fills up, with deleted entries too, moves to a table for three times its
-            # keys; that would be most of the bytes per resident chunk.
-            resident: dict[OffloadKey, int] = {}
-            resident.update(self._resident)
-            self._resident = resident
-        self._policy.insert(keys)
+        self._policy.insert(keys, slots)
 
     def abort(self, keys: Sequence[OffloadKey]) -> None:
         """Give the slots of arriving keys back.
@@ -209,15 +202,14 @@ class PrimaryTier:
         self._require_resident("remove", gone)
         if not self._pins.keys().isdisjoint(gone):
             _refuse("remove", "is pinned", gone, self._pins.__contains__)
-        self._policy.remove(gone)
-        self._slots.give(list(map(self._resident.pop, gone)))
+        self._slots.give(self._policy.remove(gone))
 
     def discard(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
         """Forget those of the keys that are not pinned; return those that stay because they are.
 
         Keys that are not resident are ignored.
         """
-        resident = [key for key in keys if key in self._resident]
+        resident = [key for key in keys if self._is_resident(key)]
         self.remove([key for key in resident if key not in self._pins])
         return [key for key in resident if key in self._pins]
 
@@ -226,32 +218,35 @@ class PrimaryTier:
 
         The policy forgets its ghosts too. Arriving keys are not resident: they stay.
         """
-        staying = [key for key in self._policy.victims(len(self), ()) if key in self._pins]
-        self._slots.give([slot for key, slot in self._resident.items() if key not in self._pins])
-        self._resident = {key: self._resident[key] for key in staying}
+        slot_by_key = self._slot_by_key()
+        staying = [key for key in slot_by_key if key in self._pins]
+        staying_slots = [slot_by_key.pop(key) for key in staying]
+        self._slots.give(list(slot_by_key.values()))
         self._policy.clear()
-        self._policy.insert(staying)
+        self._policy.insert(staying, staying_slots)
         return staying
 
     def check(self) -> list[str]:
         """Verify every internal invariant; return the violations in words (empty: sound)."""
         problems = []
-        both = self._resident.keys() & self._arriving.keys()
+        slot_by_key = self._slot_by_key()
+        if len(slot_by_key) != len(self._policy):
+            problems.append(f"the policy orders {len(slot_by_key)} of its {len(self._policy)} keys")
+        both = slot_by_key.keys() & self._arriving.keys()
         if both:
             problems.append(f"{len(both)} keys are resident and arriving")
-        lost = self._pins.keys() - self._resident.keys()
+        lost = self._pins.keys() - slot_by_key.keys()
         if lost:
             problems.append(f"{len(lost)} keys are pinned but not resident")
         if any(count < 1 for count in self._pins.values()):
             problems.append("a pin count is not positive")
-        order = self._policy.victims(len(self._resident) + 1, ())
-        if len(order) != len(self._policy) or set(order) != self._resident.keys():
-            problems.append(
-                f"the policy orders {len(order)} of its {len(self._policy)} keys, "
-                f"{len(self._resident)} are resident"
-            )
-        problems += self._slots.check([*self._resident.values(), *self._arriving.values()])
+        problems += self._slots.check([*slot_by_key.values(), *self._arriving.values()])
         return problems
+
+    def _slot_by_key(self) -> dict[OffloadKey, int]:
+        order = self._policy.victims(len(self._policy) + 1, ())
+        slots = self._policy.locate(order)
+        return {key: slot for key, slot in zip(order, slots, strict=True) if slot is not None}
 
     def _choose_victims(
         self, class_idx: int, keys: Sequence[OffloadKey]
@@ -266,9 +261,8 @@ class PrimaryTier:
         asked = shortage
         while True:
             victims = self._policy.victims(asked, self._pins, keys)
-            chosen = slots.choose(
-                class_idx, shortage, list(map(self._resident.__getitem__, victims))
-            )
+            victim_slots = [slot for slot in self._policy.locate(victims) if slot is not None]
+            chosen = slots.choose(class_idx, shortage, victim_slots)
             if chosen is not None:
                 return [victims[position] for position in chosen]
             if len(victims) < asked:
@@ -277,18 +271,25 @@ class PrimaryTier:
 
     def _end_arrival(self, what: str, keys: Sequence[OffloadKey]) -> list[int]:
         arriving = self._arriving
-        self._require_distinct(what, keys)
-        if not all(map(arriving.__contains__, keys)):
+        slots = [arriving.pop(key, _NO_SLOT) for key in keys]
+        if _NO_SLOT in slots:
+            # Put them back before naming the key: a repeated key popped its slot only once.
+            popped = zip(keys, slots, strict=True)
+            arriving.update((key, slot) for key, slot in popped if slot != _NO_SLOT)
+            self._require_distinct(what, keys)
             _refuse(what, "is not arriving", keys, lambda key: key not in arriving)
-        return list(map(arriving.pop, keys))
+        return slots
 
     def _require_distinct(self, what: str, keys: Sequence[OffloadKey]) -> None:
         if len(keys) > 1 and len(set(keys)) != len(keys):
             _refuse(what, "came twice", keys, lambda key: keys.count(key) > 1)
 
     def _require_resident(self, what: str, keys: Sequence[OffloadKey]) -> None:
-        if not all(map(self._resident.__contains__, keys)):
-            _refuse(what, "is not resident", keys, lambda key: key not in self._resident)
+        if None in self._policy.locate(keys):
+            _refuse(what, "is not resident", keys, lambda key: not self._is_resident(key))
+
+    def _is_resident(self, key: OffloadKey) -> bool:
+        return self._policy.locate([key]) != [None]
 
 
 def _refuse(

@@ -1,56 +1,39 @@
 """The control half of one secondary tier: its catalog, behind a mailbox."""
 
+import logging
+from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Self
 
+from tierstore.clock import MonotonicClock
 from tierstore.config import SecondaryConfig
+from tierstore.errors import BackendError, CatalogError
+from tierstore.io_pool import Mailbox
 from tierstore.key import OffloadKey
 from tierstore.manifest import Manifest
-from tierstore.transfer import FailureReason, PageRun, Place
+from tierstore.tier.catalog import Catalog, SecondaryStats
+from tierstore.tier.catalog_writer import (
+    CatalogWriter,
+    CommitTicket,
+    Evict,
+    ForgetNamespace,
+    Freed,
+    Operation,
+    Placed,
+    Refused,
+    ReleaseDone,
+    RemoveKeys,
+    RequestPlaces,
+    SecondaryEvent,
+    TouchKeys,
+)
+from tierstore.transfer import Place
 
 __all__ = ["Freed", "Placed", "Refused", "SecondaryEvent", "SecondaryStats", "SecondaryTier"]
 
+_logger = logging.getLogger(__name__)
 
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """Places are reserved for these keys of a request; keys already recorded are left out."""
-
-    ticket: int
-    keys: tuple[OffloadKey, ...]
-    places: tuple[Place, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """No place for a request: it is too large for the tier, or the catalog failed."""
-
-    ticket: int
-    reason: FailureReason
-
-
-@dataclass(frozen=True, slots=True)
-class Freed:
-    """Bytes to give back to the file system on every rank; confirm with `released`."""
-
-    release_id: int
-    runs: tuple[PageRun, ...]
-    empty_segments: tuple[int, ...]
-
-
-SecondaryEvent = Placed | Refused | Freed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SecondaryStats:
-    """A glance at one tier."""
-
-    record_count: int
-    payload_bytes: int
-    charged_bytes: int
-    """Everything on disk that counts against the capacity, the catalog included."""
-    capacity_bytes: int
-    evicted_count: int
+_CLOSE_SECONDS = 30.0
 
 
 class SecondaryTier:
@@ -62,6 +45,17 @@ class SecondaryTier:
     appends to segments of its own, and the capacity holds for all of them together.
     """
 
+    def __init__(self, catalog: Catalog, manifest: Manifest, name: str) -> None:
+        self._catalog = catalog
+        self._namespace = manifest.namespace
+        self._name = name
+        self._pins: Counter[OffloadKey] = Counter()
+        self._writer = CatalogWriter(catalog, self._pins, MonotonicClock())
+        self._mailbox: Mailbox[Operation] = Mailbox(f"catalog-{name}", self._writer.handle)
+        self._forget_count = 0
+        self._is_closed = False
+        self._is_failing = False
+
     @classmethod
     def open(
         cls, config: SecondaryConfig, manifest: Manifest, *, tier_idx: int, rank_count: int
@@ -71,62 +65,108 @@ class SecondaryTier:
         Raises:
             CatalogError: the catalog cannot be opened; the message says what to do.
             ManifestError: the path holds a manifest of the same namespace with other contents.
-            ConfigError: the capacity is too small for the catalog and one segment.
+            ConfigError: the capacity is too small for the catalog and one segment, or the path
+                belongs to another kind of tier.
         """
-        raise NotImplementedError
+        catalog = Catalog.open(config, manifest, rank_count=rank_count)
+        tier = cls(catalog, manifest, f"{tier_idx}-{config.name}")
+        tier._writer.recover()
+        tier._mailbox.open()
+        return tier
 
     def locate(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
         """Return the place of each recorded key; one read transaction, about 1.5 us per key."""
-        raise NotImplementedError
+        if self._forget_count != self._writer.forgotten_count:
+            return [None] * len(keys)
+        try:
+            return self._catalog.locate(keys)
+        except BackendError as error:
+            if not self._is_failing:
+                self._is_failing = True
+                _logger.warning("locate failed: tier=%s cause=%s", self._name, error)
+            return [None] * len(keys)
 
     def request_places(self, ticket: int, keys: Sequence[OffloadKey], payload_bytes: int) -> None:
         """Ask for one place per key, all of `payload_bytes`; answered by `Placed` or `Refused`.
 
         Evicts in the tier's order as needed; waits (in the queue, not the caller) until the bytes
-        of victims were given back. Keys that are recorded or being written are left out.
+        of victims were given back. Keys that are recorded or being written are left out. A ticket
+        with an empty `Placed` needs no `commit`.
         """
-        raise NotImplementedError
+        self._mailbox.put(RequestPlaces(ticket, tuple(keys), payload_bytes))
 
     def commit(self, ticket: int, failed: Collection[int] = ()) -> None:
         """Publish the records of a `Placed`, but for those that could not be written (by index)."""
-        raise NotImplementedError
+        self._mailbox.put(CommitTicket(ticket, frozenset(failed)))
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Record one use of each key, tail first: it becomes the last to be evicted."""
-        raise NotImplementedError
+        self._mailbox.put(TouchKeys(tuple(keys)))
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
         """Forget records (corrupt, or absent in the file) and free their places."""
-        raise NotImplementedError
+        self._mailbox.put(RemoveKeys(tuple(keys)))
+
+    def forget_namespace(self) -> None:
+        """Make every record of this tier's manifest unreachable at once, and free them in time.
+
+        Requests that wait are refused; what is being written now will not be published.
+        """
+        self._forget_count += 1
+        self._mailbox.put(ForgetNamespace(self._namespace))
 
     def pin(self, keys: Sequence[OffloadKey]) -> None:
         """Keep this process from evicting records while they are read (counted)."""
-        raise NotImplementedError
+        self._pins.update(keys)
 
     def unpin(self, keys: Sequence[OffloadKey]) -> None:
         """Undo one `pin` per key."""
-        raise NotImplementedError
+        pins = self._pins
+        pins.subtract(keys)
+        for key in set(keys):
+            if pins[key] <= 0:
+                del pins[key]
 
     def released(self, release_id: int) -> None:
         """Confirm a `Freed`: every rank has given the bytes back; only now they may be reused."""
-        raise NotImplementedError
+        self._mailbox.put(ReleaseDone(release_id))
 
     def poll(self) -> list[SecondaryEvent]:
         """Return the events since the last call; never blocks."""
-        raise NotImplementedError
+        events = self._writer.events
+        polled = [events.popleft() for _ in range(len(events))]
+        if not polled and self._writer.waiting and self._mailbox.wait_idle(0):
+            # Another process may have given the bytes back that a request waits for.
+            self._mailbox.put(Evict())
+        return polled
 
     def wait(self, timeout_seconds: float) -> bool:
         """Wait until the writer has done all that is queued and doable; False: time is up."""
-        raise NotImplementedError
+        return self._mailbox.wait_idle(timeout_seconds)
 
     def stats(self) -> SecondaryStats:
-        """Count records and bytes."""
-        raise NotImplementedError
+        """Count records and bytes.
+
+        Raises:
+            BackendError: the catalog cannot be read.
+            CatalogError: the catalog is damaged.
+        """
+        return self._catalog.stats()
 
     def check(self) -> list[str]:
         """Verify the catalog's invariants; return the violations in words (empty: sound)."""
-        raise NotImplementedError
+        return self._catalog.check()
 
     def close(self) -> None:
         """Finish the queue, sync the catalog to the device, stop the writer; idempotent."""
-        raise NotImplementedError
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if not self._mailbox.close(_CLOSE_SECONDS):
+            _logger.error("catalog writer hangs: tier=%s; its device does not answer", self._name)
+            return
+        try:
+            self._catalog.sync()
+        except (BackendError, CatalogError) as error:
+            _logger.warning("catalog sync failed: tier=%s cause=%s", self._name, error)
+        self._catalog.close()

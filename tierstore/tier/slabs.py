@@ -1,6 +1,7 @@
 """Slots of one or several sizes in one pool. Page numbers only; the bytes are somebody else's."""
 
 from collections.abc import Sequence
+from itertools import chain
 
 from tierstore.layout import PAGE_BYTES
 
@@ -8,6 +9,7 @@ __all__ = ["SlabSlots", "UniformSlots"]
 
 _SLAB_SLOTS_MAX = 8
 _SLAB_COUNT_MIN = 64
+_REST_PER_SLOT = 2
 
 
 class UniformSlots:
@@ -124,28 +126,32 @@ class SlabSlots:
     def choose(self, class_idx: int, shortage: int, slots: Sequence[int]) -> list[int] | None:
         """Say which of `slots`, given up in this order, yield `shortage` more slots of a class.
 
-        Returns positions in `slots`, ascending: slots of the class, and those of other classes
-        whose whole slab comes free. Slots that would be given up in vain are left out. None: all
-        of them are not enough.
+        Returns positions in `slots`, ascending. None: all of them are not enough.
+
+        They are the slots of the class, those of other classes whose whole slab comes free, and
+        the first of the rest, a few per slot asked for. Without these, the coldest chunks of a
+        class that stores little would stay for ever and be passed over by every call; with all of
+        them, one slot could cost a large part of another class whose slabs are mixed hot and cold.
         """
+        slab_pages, slab_class, slab_free = self._slab_pages, self._slab_class, self._slab_free
         gained = 0
-        own: list[int] = []
+        useful: list[int] = []
         foreign: dict[int, list[int]] = {}
         for position, slot in enumerate(slots):
-            slab = slot // self._slab_pages
-            slab_class = self._slab_class[slab]
-            if slab_class == class_idx:
-                own.append(position)
+            slab = slot // slab_pages
+            if slab_class[slab] == class_idx:
+                useful.append(position)
                 gained += 1
             else:
                 positions = foreign.setdefault(slab, [])
                 positions.append(position)
-                used = self._slots_per_slab[slab_class] - len(self._slab_free[slab])
-                if len(positions) == used:
-                    own += positions
+                slot_count = self._slots_per_slab[slab_class[slab]]
+                if len(positions) + len(slab_free[slab]) == slot_count:
+                    useful += foreign.pop(slab)
                     gained += self._slots_per_slab[class_idx]
             if gained >= shortage:
-                return sorted(own)
+                rest = sorted(chain.from_iterable(foreign.values()))
+                return sorted(useful + rest[: _REST_PER_SLOT * shortage])
         return None
 
     def check(self, used: Sequence[int]) -> list[str]:

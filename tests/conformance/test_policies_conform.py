@@ -1,0 +1,63 @@
+import random
+from collections import OrderedDict
+
+import pytest
+
+from tierstore.policy import make_policy
+from tierstore.policy.arc import ArcPolicy
+from tierstore.policy.key_queue import KeyQueue
+from tierstore.policy.lru import LruPolicy
+from tierstore.testing.policy_conformance import PolicyConformance, keys_of
+
+
+class TestLru(PolicyConformance):
+    def make(self, capacity_chunks):
+        return LruPolicy()
+
+
+class TestArc(PolicyConformance):
+    def make(self, capacity_chunks):
+        return ArcPolicy(capacity_chunks)
+
+
+def test_policies_are_made_by_name():
+    assert isinstance(make_policy("lru", 4), LruPolicy)
+    assert isinstance(make_policy("arc", 4), ArcPolicy)
+
+
+def test_arc_of_no_capacity_is_refused():
+    with pytest.raises(ValueError, match="capacity_chunks"):
+        make_policy("arc", 0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_key_queue_keeps_the_order_of_an_ordered_dict(seed):
+    """Large enough for many compactions and refills of the cold end."""
+    print("seed", seed)
+    draw = random.Random(seed)
+    queue, model = KeyQueue(), OrderedDict()
+    number = 0
+    for _ in range(3000):
+        action = draw.randrange(5)
+        count = draw.choice([1, 1, 7, 60])
+        if action <= 1:
+            keys = keys_of(*range(number, number + count))
+            number += count
+            queue.push(keys, range(count))
+            model.update(zip(keys, range(count), strict=True))
+        elif action == 2 and model:
+            keys = draw.choices(list(model), k=count)
+            queue.touch(keys)
+            for key in keys:
+                model.move_to_end(key)
+        elif action == 3:
+            skip = set(draw.sample(list(model)[:200], min(len(model), 20)))
+            expected = [key for key in model if key not in skip][:count]
+            assert queue.peek(count, skip) == expected
+            assert queue.pop(expected) == [model.pop(key) for key in expected]
+        elif model:
+            keys = [*draw.sample(list(model), min(count, len(model))), *keys_of(10**9)]
+            assert queue.pop_present(keys) == [model.pop(key, None) for key in keys]
+        assert len(queue) == len(model)
+    assert list(queue) == list(model)
+    assert queue.peek(len(model) + 1) == list(model)

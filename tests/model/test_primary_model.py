@@ -1,0 +1,197 @@
+"""PrimaryTier against a model that is a few plain dicts, for one and for several size classes."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tierstore.config import PrimaryConfig
+from tierstore.key import OffloadKey
+from tierstore.layout import PAGE_BYTES
+from tierstore.tier.primary import PrimaryTier
+
+numbers = st.integers(0, 25)
+GROUP_COUNT = 3
+
+
+def keys_of(group_idx, chosen):
+    return [OffloadKey(b"%d-%06d" % (group_idx, number)) for number in chosen]
+
+
+class PrimaryMachine(RuleBasedStateMachine):
+    """Key -> slot, pins, and what the order of eviction must not do."""
+
+    slot_pages = (1, 1, 1)
+    capacity_pages = 12
+    eviction = "lru"
+
+    @initialize()
+    def open(self):
+        config = PrimaryConfig(
+            capacity_bytes=self.capacity_pages * PAGE_BYTES, eviction=self.eviction
+        )
+        self.tier = PrimaryTier(config, [pages * PAGE_BYTES for pages in self.slot_pages])
+        self.resident, self.arriving, self.pins = {}, {}, {}
+
+    def evictable(self):
+        return set(self.resident) - set(self.pins)
+
+    @rule(group_idx=st.integers(0, 2), chosen=st.lists(numbers, max_size=9))
+    def reserve(self, group_idx, chosen):
+        keys = keys_of(group_idx, chosen)
+        taken = self.resident.keys() | self.arriving.keys()
+        if len(set(keys)) != len(keys) or taken & set(keys):
+            self.refused(lambda: self.tier.reserve(group_idx, keys))
+            return
+        before = self.tier.coldest(len(self.resident))
+        reservation = self.tier.reserve(group_idx, keys)
+        if reservation is None:
+            self.expect_no_room(group_idx, len(keys))
+            assert self.tier.coldest(len(self.resident)) == before
+            return
+        assert set(reservation.evicted) <= self.evictable()
+        for key in reservation.evicted:
+            del self.resident[key]
+        slots = reservation.slots.tolist()
+        assert len(slots) == len(keys)
+        self.arriving.update(zip(keys, slots, strict=True))
+
+    def expect_no_room(self, group_idx, count):
+        if len(set(self.slot_pages)) == 1:
+            held = len(self.pins) + len(self.arriving)
+            assert count > self.capacity_pages // self.slot_pages[0] - held
+            return
+        # With several classes: not even the slabs in which nothing is held would do.
+        largest = max(self.slot_pages)
+        held = {**self.arriving, **{key: self.resident[key] for key in self.pins}}
+        held_slabs = {slot // largest for slot in held.values()}
+        free_slabs = self.capacity_pages // largest - len(held_slabs)
+        assert count > free_slabs * (largest // self.slot_pages[group_idx])
+
+    @rule(data=st.data(), keep=st.booleans())
+    def commit_or_abort(self, data, keep):
+        keys = data.draw(st.lists(st.sampled_from([*sorted(self.arriving), b"absent"]), max_size=6))
+        call = self.tier.commit if keep else self.tier.abort
+        if b"absent" in keys or len(set(keys)) != len(keys):
+            self.refused(lambda: call(keys))
+            return
+        call(keys)
+        for key in keys:
+            slot = self.arriving.pop(key)
+            if keep:
+                self.resident[key] = slot
+
+    @precondition(lambda self: self.arriving)
+    @rule()
+    def commit_all(self):
+        self.tier.commit(list(self.arriving))
+        self.resident.update(self.arriving)
+        self.arriving.clear()
+
+    @rule(data=st.data())
+    def pin(self, data):
+        keys = data.draw(st.lists(st.sampled_from([*sorted(self.resident), b"absent"]), max_size=5))
+        if b"absent" in keys:
+            self.refused(lambda: self.tier.pin(keys))
+            return
+        self.tier.pin(keys)
+        for key in keys:
+            self.pins[key] = self.pins.get(key, 0) + 1
+
+    @rule(data=st.data())
+    def unpin(self, data):
+        keys = data.draw(st.lists(st.sampled_from([*sorted(self.pins), b"absent"]), max_size=5))
+        if any(keys.count(key) > self.pins.get(key, 0) for key in keys):
+            self.refused(lambda: self.tier.unpin(keys))
+            return
+        self.tier.unpin(keys)
+        for key in keys:
+            self.pins[key] -= 1
+        self.pins = {key: count for key, count in self.pins.items() if count}
+
+    @rule(data=st.data())
+    def touch(self, data):
+        keys = data.draw(st.lists(st.sampled_from([*sorted(self.resident), b"absent"]), max_size=5))
+        if b"absent" in keys:
+            self.refused(lambda: self.tier.touch(keys))
+            return
+        self.tier.touch(keys)
+        if self.eviction == "lru" and keys and not self.pins:
+            last_uses = list(dict.fromkeys(reversed(keys)))[::-1]
+            assert self.tier.coldest(len(self.resident))[-len(last_uses) :] == last_uses
+
+    @rule(data=st.data())
+    def remove(self, data):
+        keys = data.draw(st.lists(st.sampled_from([*sorted(self.resident), b"absent"]), max_size=3))
+        illegal = len(set(keys)) != len(keys) or set(keys) - self.evictable()
+        if illegal:
+            self.refused(lambda: self.tier.remove(keys))
+            return
+        self.tier.remove(keys)
+        for key in keys:
+            del self.resident[key]
+
+    @rule()
+    def clear(self):
+        assert set(self.tier.clear()) == set(self.pins)
+        self.resident = {key: self.resident[key] for key in self.pins}
+
+    def refused(self, call):
+        before = self.observed()
+        with pytest.raises(ValueError, match=r"key [0-9a-f]+ .*nothing was changed"):
+            call()
+        assert self.observed() == before
+
+    def observed(self):
+        everything = sorted({*self.resident, *self.arriving, *self.pins})
+        return (
+            self.tier.locate(everything),
+            dict(self.tier.arriving),
+            self.tier.coldest(len(self.resident)),
+        )
+
+    @invariant()
+    def tier_is_the_model(self):
+        assert self.tier.check() == []
+        known = [*self.resident, b"absent", *self.arriving]
+        slots = [*self.resident.values(), None, *(None for _ in self.arriving)]
+        assert self.tier.locate(known) == slots
+        assert dict(self.tier.arriving) == self.arriving
+        coldest = self.tier.coldest(len(self.resident) + 1)
+        assert len(coldest) == len(set(coldest))
+        assert set(coldest) == self.evictable()
+        assert len(self.tier) == len(self.resident)
+
+    @invariant()
+    def slots_do_not_overlap(self):
+        pages = []
+        for key, slot in [*self.resident.items(), *self.arriving.items()]:
+            count = self.slot_pages[int(key[:1])]
+            pages += range(slot, slot + count)
+        assert len(pages) == len(set(pages))
+        assert all(0 <= page < self.capacity_pages for page in pages)
+
+
+class ArcMachine(PrimaryMachine):
+    eviction = "arc"
+    slot_pages = (3, 3, 3)
+    capacity_pages = 32
+
+
+class ClassesMachine(PrimaryMachine):
+    slot_pages = (1, 2, 4)
+    capacity_pages = 19
+
+
+class ArcClassesMachine(ClassesMachine):
+    eviction = "arc"
+    slot_pages = (4, 3, 1)
+
+
+TestLru = PrimaryMachine.TestCase
+TestArc = ArcMachine.TestCase
+TestLruClasses = ClassesMachine.TestCase
+TestArcClasses = ArcClassesMachine.TestCase
+_MODEST = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLru.settings = TestArc.settings = _MODEST
+TestLruClasses.settings = TestArcClasses.settings = _MODEST

@@ -1,0 +1,51 @@
+"""What becomes of a failed system call: a reason for the metrics, and one log line per cause."""
+
+import errno
+import logging
+import threading
+from pathlib import Path
+
+from tierstore.transfer import FailureReason
+
+__all__ = ["FailureLog", "name_of", "reason_of"]
+
+_logger = logging.getLogger(__name__)
+
+_REASONS = {
+    errno.ENOENT: FailureReason.ABSENT,
+    errno.ENOSPC: FailureReason.FULL,
+    errno.EDQUOT: FailureReason.FULL,
+}
+
+
+def reason_of(error: OSError) -> FailureReason:
+    """Translate an operating system error: absent, full, or an I/O error for all others."""
+    return _REASONS.get(error.errno or 0, FailureReason.IO_ERROR)
+
+
+def name_of(error: OSError) -> str:
+    """Return the symbol of an operating system error, such as `EIO`."""
+    return errno.errorcode.get(error.errno or 0, type(error).__name__)
+
+
+class FailureLog:
+    """Logs a failure the first time its cause appears; the metrics count the others."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._lock = threading.Lock()
+        self._causes: set[tuple[str, str]] = set()
+
+    def report(self, action: str, cause: str, *, record_count: int) -> None:
+        """Log `cause`, a word of a small fixed set, unless this action failed by it before."""
+        with self._lock:
+            known = (action, cause) in self._causes
+            self._causes.add((action, cause))
+        if not known:
+            _logger.warning(
+                "%s failed: directory=%s cause=%s records=%d (further ones are only counted)",
+                action,
+                self._directory,
+                cause,
+                record_count,
+            )

@@ -1,0 +1,245 @@
+"""Payload in LMDB values: header and payload under (segment, page), one environment per rank.
+
+Simple, two files, good for small chunks and small stores. The map is read by this process itself:
+unlike segment files, a data file that is truncated or unreadable under it ends the process.
+"""
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.backend.failure import FailureLog
+from tierstore.backend.protocol import RecordIo
+from tierstore.errors import BackendCorruptError, BackendFullError, ClosedError, TierStoreError
+from tierstore.lmdb_env import LmdbEnv
+from tierstore.record import (
+    EXTENT_RECORDS_MAX,
+    HEADER_BYTES,
+    encode_headers,
+    explain_mismatch,
+    headers_equal,
+    parse_places,
+    payload_checksum,
+)
+from tierstore.transfer import FailureReason, PageRun
+
+__all__ = ["LmdbBackend"]
+
+_logger = logging.getLogger(__name__)
+
+_REASONS: dict[type[TierStoreError], FailureReason] = {
+    BackendFullError: FailureReason.FULL,
+    BackendCorruptError: FailureReason.CORRUPT,
+    ClosedError: FailureReason.CLOSED,
+}
+
+_PAGE_LIMIT = 1 << 32
+
+
+class LmdbBackend:
+    """Payload of one rank in one LMDB environment. See `Backend`."""
+
+    def __init__(
+        self, directory: Path, *, rank: int, map_bytes: int, durable: bool = False
+    ) -> None:
+        """Describe the backend; `durable` flushes what `write` wrote before it returns."""
+        self._directory = directory
+        self._rank = rank
+        self._map_bytes = map_bytes
+        self._durable = durable
+        self._failures = FailureLog(directory)
+        self._lock = threading.Lock()
+        self._env: LmdbEnv | None = None
+        self._user_count = 0
+        self._opened = False
+
+    def open(self) -> None:
+        """Open or create the environment; idempotent.
+
+        Raises:
+            BackendError: it cannot be opened; the message says what to change.
+        """
+        with self._lock:
+            if self._env is None:
+                self._env = LmdbEnv.open(self._directory, map_bytes=self._map_bytes)
+                _logger.info(
+                    "lmdb backend open: directory=%s map_bytes=%d", self._directory, self._map_bytes
+                )
+            self._opened = True
+
+    def write(self, records: Sequence[RecordIo]) -> dict[int, FailureReason]:
+        """Write records in one transaction: all of them, or none. See `Backend.write`.
+
+        A record whose place is impossible, or whose slot is too short, fails with `LAYOUT`.
+        """
+        places = parse_places([record.place for record in records])
+        fits = _fits(records, places)
+        failed = dict.fromkeys(np.flatnonzero(~fits).tolist(), FailureReason.LAYOUT)
+        chosen = [record for record, fit in zip(records, fits.tolist(), strict=True) if fit]
+        reason = self._write_values(chosen, places[fits])
+        if reason is not None:
+            failed = dict.fromkeys(range(len(records)), reason) | failed
+        return failed
+
+    def read(self, records: Sequence[RecordIo]) -> dict[int, FailureReason]:
+        """Copy values to slots in one read transaction, and verify. See `Backend.read`."""
+        places = parse_places([record.place for record in records])
+        fits = _fits(records, places)
+        failed = dict.fromkeys(np.flatnonzero(~fits).tolist(), FailureReason.CORRUPT)
+        causes = Counter({"impossible place": len(failed)} if failed else {})
+        indices = np.flatnonzero(fits).tolist()
+        places = places[fits]
+        headers = np.zeros((len(indices), HEADER_BYTES), np.uint8)
+        checksums = [0] * len(indices)
+        try:
+            with self._environment() as env, env.read_views() as txn:
+                for position, (index, db_key, size) in enumerate(
+                    zip(indices, _db_keys(places), places["payload_bytes"].tolist(), strict=True)
+                ):
+                    value = txn.get(db_key)
+                    if value is not None and len(value) == HEADER_BYTES + size:
+                        payload = records[index].slot[:size]
+                        payload[:] = value[HEADER_BYTES:]
+                        headers[position] = np.frombuffer(value[:HEADER_BYTES], np.uint8)
+                        checksums[position] = payload_checksum(payload)
+                    elif value is not None:
+                        failed[index] = FailureReason.CORRUPT
+                        causes["payload length"] += 1
+        except TierStoreError as error:
+            return dict.fromkeys(range(len(records)), self._fail("read", error, len(records)))
+        keys = [records[index].key for index in indices]
+        expected = encode_headers(keys, places["payload_bytes"], checksums, rank=self._rank)
+        for position in np.flatnonzero(~headers_equal(headers, expected)).tolist():
+            index = indices[position]
+            if index in failed:
+                continue
+            payload = records[index].slot[: int(places["payload_bytes"][position])]
+            mismatch = explain_mismatch(
+                headers[position].tobytes(), payload, keys[position], rank=self._rank
+            )
+            if mismatch is not None:
+                failed[index] = mismatch.reason
+                causes[mismatch.cause] += 1
+        for cause, count in causes.items():
+            self._failures.report("read", cause, record_count=count)
+        return failed
+
+    def release(
+        self, runs: Sequence[PageRun], empty_segments: Sequence[int]
+    ) -> FailureReason | None:
+        """Delete the values in the runs and segments, in one transaction."""
+        bounds = [(run.segment, run.first_page, run.first_page + run.page_count) for run in runs]
+        bounds += [(segment, 0, _PAGE_LIMIT) for segment in empty_segments]
+        try:
+            with self._environment() as env, env.write() as txn, txn.cursor() as cursor:
+                for segment, first_page, end_page in bounds:
+                    end_key = ((segment << 32) + end_page).to_bytes(9, "big")
+                    found = cursor.set_range(((segment << 32) + first_page).to_bytes(8, "big"))
+                    while found and b"\0" + cursor.key() < end_key:
+                        found = cursor.delete() and bool(cursor.key())
+        except TierStoreError as error:
+            return self._fail("release", error, 0)
+        return None
+
+    def sync(self) -> None:
+        """Flush everything written.
+
+        Raises:
+            BackendError: the device refused.
+        """
+        with self._environment() as env:
+            env.sync()
+
+    def close(self) -> None:
+        """Close the environment when the calls under way have ended; idempotent."""
+        with self._lock:
+            self._opened = False
+            self._close_unused()
+
+    def _write_values(
+        self, records: Sequence[RecordIo], places: npt.NDArray[np.void]
+    ) -> FailureReason | None:
+        sizes = places["payload_bytes"].tolist()
+        payloads = [record.slot[:size] for record, size in zip(records, sizes, strict=True)]
+        headers = encode_headers(
+            [record.key for record in records],
+            places["payload_bytes"],
+            list(map(payload_checksum, payloads)),
+            rank=self._rank,
+        ).tobytes()
+        try:
+            with self._environment() as env:
+                with env.write() as txn:
+                    for position, (db_key, payload) in enumerate(
+                        zip(_db_keys(places), payloads, strict=True)
+                    ):
+                        start = position * HEADER_BYTES
+                        header = headers[start : start + HEADER_BYTES]
+                        txn.put(db_key, b"".join((header, payload)))
+                if self._durable:
+                    env.sync()
+        except TierStoreError as error:
+            return self._fail("write", error, len(records))
+        return None
+
+    def _fail(self, action: str, error: TierStoreError, record_count: int) -> FailureReason:
+        cause = type(error.__cause__ or error).__name__
+        self._failures.report(action, cause, record_count=record_count)
+        return _REASONS.get(type(error), FailureReason.IO_ERROR)
+
+    @contextmanager
+    def _environment(self) -> Iterator[LmdbEnv]:
+        """Use the environment; it is not closed before the last use has ended.
+
+        Raises:
+            ClosedError: after `close`.
+        """
+        with self._lock:
+            env = self._env
+            if env is None or not self._opened:
+                raise ClosedError(f"{self._directory}: the backend is closed")
+            self._user_count += 1
+        try:
+            yield env
+        finally:
+            with self._lock:
+                self._user_count -= 1
+                self._close_unused()
+
+    def _close_unused(self) -> None:
+        if not self._opened and self._user_count == 0 and self._env is not None:
+            self._env.close()
+            self._env = None
+
+
+def _fits(records: Sequence[RecordIo], places: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+    """Say which places can exist and have room in their slots."""
+    slot_bytes = np.array([len(record.slot) for record in records], np.int64)
+    fits: npt.NDArray[np.bool_] = (
+        (places["index"] < EXTENT_RECORDS_MAX)
+        & (places["payload_bytes"] > 0)
+        & (places["payload_bytes"] <= slot_bytes)
+        & (_pages(places) < _PAGE_LIMIT)
+    )
+    return fits
+
+
+def _pages(places: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
+    index = places["index"].astype(np.int64)
+    pages: npt.NDArray[np.int64] = places["header_page"] + index * places["stride_pages"]
+    return pages
+
+
+def _db_keys(places: npt.NDArray[np.void]) -> list[bytes]:
+    """Return segment and page, both big-endian, so that a run of pages is a range of keys."""
+    encoded = (
+        (places["segment"].astype(np.uint64) << 32) + _pages(places).astype(np.uint64)
+    ).astype(">u8")
+    joined = encoded.tobytes()
+    return [joined[start : start + 8] for start in range(0, len(joined), 8)]

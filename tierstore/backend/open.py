@@ -1,0 +1,41 @@
+"""The one place that knows which backend a configuration means."""
+
+from tierstore.backend.file import FileBackend
+from tierstore.backend.lmdb import LmdbBackend
+from tierstore.backend.protocol import Backend
+from tierstore.config import SecondaryConfig
+from tierstore.geometry import SpaceGeometry
+from tierstore.manifest import Manifest
+
+__all__ = ["open_backend"]
+
+
+def open_backend(
+    config: SecondaryConfig, manifest: Manifest, *, rank: int, rank_count: int
+) -> Backend:
+    """Open the payload store of one rank below `<path>/rank<r>`.
+
+    Raises:
+        BackendError: the path cannot be used; the message says what to change.
+        ConfigError: the capacity is too small for the catalog and one segment.
+    """
+    geometry = SpaceGeometry.of(config, manifest, rank_count)
+    directory = config.path / f"rank{rank}"
+    backend: Backend
+    if config.backend == "file":
+        backend = FileBackend(
+            directory,
+            rank=rank,
+            segment_bytes=geometry.segment_bytes,
+            mode=config.io.mode,
+            durable=config.io.durable,
+        )
+    else:
+        backend = LmdbBackend(
+            directory / "payload",
+            rank=rank,
+            map_bytes=geometry.payload_map_bytes,
+            durable=config.io.durable,
+        )
+    backend.open()
+    return backend

@@ -1,0 +1,90 @@
+"""What a file system can do, found out on the path itself when a backend is opened."""
+
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from tierstore.backend.syscall import SystemCalls, buffer_address
+from tierstore.errors import BackendError, BackendFullError
+from tierstore.layout import PAGE_BYTES
+
+__all__ = ["FileSystemAbilities", "probe"]
+
+_UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV, errno.EPERM}
+
+
+@dataclass(frozen=True, slots=True)
+class FileSystemAbilities:
+    """Which ways of reading a path allows."""
+
+    direct: bool
+    """O_DIRECT with page alignment."""
+    mapped: bool
+    """Copies out of a mapped file by the kernel (`SystemCalls.copy_mapped`)."""
+
+
+def probe(directory: Path, system: SystemCalls) -> FileSystemAbilities:
+    """Try allocation, hole punching, direct and mapped reads on a file without a name.
+
+    Raises:
+        BackendError: the directory is not writable, full, or cannot give back parts of a file.
+    """
+    path = directory / f".probe-{secrets.token_hex(8)}"
+    try:
+        fd = system.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        try:
+            system.unlink(path)
+            return _probe_file(fd, directory, system)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        kind = BackendFullError if error.errno in {errno.ENOSPC, errno.EDQUOT} else BackendError
+        raise kind(
+            f"{directory}: {error}; make the path writable, with room for one segment at least"
+        ) from error
+
+
+def _probe_file(fd: int, directory: Path, system: SystemCalls) -> FileSystemAbilities:
+    page = memoryview(mmap.mmap(-1, PAGE_BYTES))
+    try:
+        system.allocate(fd, 0, 2 * PAGE_BYTES)
+        system.pwritev(fd, [page], 0)
+        system.punch_hole(fd, 0, PAGE_BYTES)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+        raise BackendError(
+            f"{directory}: the file system cannot punch holes into files ({error}); "
+            "set `backend: lmdb` for this tier, or use another file system such as ext4 or xfs"
+        ) from error
+    return FileSystemAbilities(
+        direct=_can_read_directly(fd, page, system), mapped=_can_copy_mapped(fd, page, system)
+    )
+
+
+def _can_read_directly(fd: int, page: memoryview, system: SystemCalls) -> bool:
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+        moved = system.pwritev(fd, [page], 0), system.preadv(fd, [page], PAGE_BYTES)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+        return False
+    finally:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+    return moved == (PAGE_BYTES, PAGE_BYTES)
+
+
+def _can_copy_mapped(fd: int, page: memoryview, system: SystemCalls) -> bool:
+    try:
+        mapping = mmap.mmap(fd, PAGE_BYTES, prot=mmap.PROT_READ)
+        return system.copy_mapped(buffer_address(mapping), [page], 0) == PAGE_BYTES
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+        return False

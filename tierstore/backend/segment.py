@@ -1,0 +1,292 @@
+"""The segment files of one rank: created whole, punched in pieces, unlinked when empty.
+
+    <directory>/<segment:08x>.seg
+
+A bounded number of descriptors is kept open. A descriptor in use is counted, so that it is closed
+neither by the cache nor by a removal while another thread still reads through it.
+"""
+
+import mmap
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tierstore.backend.syscall import IOVEC_COUNT_MAX, SystemCalls, buffer_address
+from tierstore.layout import PAGE_BYTES
+
+__all__ = ["Segment", "SegmentFiles"]
+
+_OPEN_COUNT_MAX = 64
+
+
+class Segment:
+    """An open segment file; belongs to `SegmentFiles`, used between `acquire` and `release`."""
+
+    __slots__ = ("address", "cached", "fd", "mapping", "users")
+
+    def __init__(self, fd: int, mapping: mmap.mmap | None) -> None:
+        self.fd = fd
+        self.mapping = mapping
+        self.address = 0 if mapping is None else buffer_address(mapping)
+        self.users = 1
+        self.cached = False
+
+
+class SegmentFiles:
+    """Opens, creates, punches and unlinks segment files. Thread-safe.
+
+    No lock is held over I/O, but for the one that makes the creation of segments take turns.
+    """
+
+    def __init__(self, directory: Path, segment_bytes: int, *, system: SystemCalls) -> None:
+        self._directory = directory
+        self._segment_bytes = segment_bytes
+        self._mapped = False
+        self._system = system
+        self._flags = os.O_RDWR
+        self._lock = threading.Lock()
+        self._create_lock = threading.Lock()
+        self._segments: OrderedDict[int, Segment] = OrderedDict()
+        self._unflushed: set[int] = set()
+        self._closed = False
+
+    def open(self, *, direct: bool, mapped: bool) -> None:
+        """Open segments with O_DIRECT, or read them through a mapping, from now on."""
+        self._flags = os.O_RDWR | (os.O_DIRECT if direct else 0)
+        self._mapped = mapped
+        self._closed = False
+
+    def acquire(self, segment: int) -> Segment:
+        """Return an existing segment for reading; to be given to `release`.
+
+        Raises:
+            OSError: it is not there (ENOENT), or cannot be opened.
+        """
+        with self._lock:
+            cached = self._segments.get(segment)
+            if cached is not None:
+                cached.users += 1
+                self._segments.move_to_end(segment)
+                return cached
+        return self._insert(segment, self._system.open(self._path(segment), self._flags))
+
+    def acquire_for_write(self, segment: int) -> Segment:
+        """Return a segment for writing, created and allocated in full if need be.
+
+        A cached descriptor whose file was unlinked by somebody is not used: what it writes would
+        be lost, and the blocks would count against no capacity.
+
+        Raises:
+            OSError: it cannot be created or opened; on ENOSPC nothing of a new segment stays.
+        """
+        try:
+            held = self.acquire(segment)
+        except FileNotFoundError:
+            held = self._create(segment)
+        else:
+            status = os.fstat(held.fd)
+            if status.st_nlink == 0 or status.st_size < self._segment_bytes:
+                self.release(held)
+                self._forget(segment)
+                held = self._create(segment)
+        with self._lock:
+            self._unflushed.add(segment)
+        return held
+
+    def release(self, segment: Segment) -> None:
+        """End a use; closes the descriptor if the cache no longer holds it."""
+        with self._lock:
+            segment.users -= 1
+            unused = segment.users == 0 and not segment.cached
+        if unused:
+            os.close(segment.fd)
+
+    def forget_unlinked(self, segment: int) -> None:
+        """Drop a cached descriptor whose file has no name any more."""
+        with self._lock:
+            cached = self._segments.get(segment)
+            unlinked = cached is not None and os.fstat(cached.fd).st_nlink == 0
+        if unlinked:
+            self._forget(segment)
+
+    def punch(self, segment: int, offset: int, size_bytes: int) -> None:
+        """Give a range back to the file system; an absent file has nothing to give.
+
+        Raises:
+            OSError: the file system refused.
+        """
+        try:
+            held = self.acquire(segment)
+        except FileNotFoundError:
+            return
+        try:
+            self._system.punch_hole(held.fd, offset, size_bytes)
+        finally:
+            self.release(held)
+
+    def remove(self, segment: int) -> None:
+        """Unlink a segment. Its blocks go first, in case another process has it open.
+
+        Raises:
+            OSError: the file system refused.
+        """
+        self.punch(segment, 0, self._segment_bytes)
+        try:
+            self._system.unlink(self._path(segment))
+        except FileNotFoundError:
+            return
+        finally:
+            self._forget(segment)
+            with self._lock:
+                self._unflushed.discard(segment)
+
+    def take_unflushed(self) -> list[int]:
+        """Return the segments written since the last call."""
+        with self._lock:
+            segments, self._unflushed = self._unflushed, set()
+        return sorted(segments)
+
+    def flush(self, segment: int) -> None:
+        """Flush one segment to the device.
+
+        Raises:
+            OSError: the device refused.
+        """
+        try:
+            held = self.acquire(segment)
+        except FileNotFoundError:
+            return
+        try:
+            self._system.flush(held.fd)
+        finally:
+            self.release(held)
+
+    def read(self, segment: Segment, buffers: list[memoryview], offset: int) -> int:
+        """Fill buffers from a segment; returns the bytes read, fewer only at the file's end.
+
+        Raises:
+            OSError: the device failed.
+        """
+        mapping = segment.mapping
+        size_bytes = sum(map(len, buffers))
+        if mapping is None or offset + size_bytes > len(mapping):
+            return self.read_unmapped(segment, buffers, offset)
+        mapping.madvise(mmap.MADV_WILLNEED, offset, size_bytes)
+        return _transfer(self._system.copy_mapped, segment.address, buffers, offset)
+
+    def read_unmapped(self, segment: Segment, buffers: list[memoryview], offset: int) -> int:
+        """Do as `read`, always by a file read: its errors say what is wrong."""
+        return _transfer(self._system.preadv, segment.fd, buffers, offset)
+
+    def write(self, segment: Segment, buffers: list[memoryview], offset: int) -> int:
+        """Write buffers to a segment; returns the bytes written, fewer only if the device stalls.
+
+        Raises:
+            OSError: the device failed, or is full.
+        """
+        return _transfer(self._system.pwritev, segment.fd, buffers, offset)
+
+    def close(self) -> None:
+        """Close what is open; descriptors in use are closed by their `release`."""
+        with self._lock:
+            self._closed = True
+            segments = list(self._segments)
+        for segment in segments:
+            self._forget(segment)
+
+    def _path(self, segment: int) -> Path:
+        return self._directory / f"{segment:08x}.seg"
+
+    def _insert(self, segment: int, fd: int) -> Segment:
+        """Put a fresh descriptor into the cache, unless another thread was faster."""
+        opened = Segment(fd, self._map(fd) if self._mapped else None)
+        unused = []
+        with self._lock:
+            cached = self._segments.get(segment)
+            if cached is not None:
+                cached.users += 1
+                unused.append(opened.fd)
+                opened = cached
+            elif not self._closed:
+                opened.cached = True
+                self._segments[segment] = opened
+                if len(self._segments) > _OPEN_COUNT_MAX:
+                    _, oldest = self._segments.popitem(last=False)
+                    oldest.cached = False
+                    if oldest.users == 0:
+                        unused.append(oldest.fd)
+        for unused_fd in unused:
+            os.close(unused_fd)
+        return opened
+
+    def _forget(self, segment: int) -> None:
+        with self._lock:
+            cached = self._segments.pop(segment, None)
+            if cached is None:
+                return
+            cached.cached = False
+            unused = cached.users == 0
+        if unused:
+            os.close(cached.fd)
+
+    def _create(self, segment: int) -> Segment:
+        """Open a segment, creating it or restoring its size; one at a time."""
+        path = self._path(segment)
+        with self._create_lock:
+            try:
+                fd = self._system.open(path, self._flags | os.O_CREAT)
+            except FileNotFoundError:
+                self._directory.mkdir(parents=True, exist_ok=True)
+                fd = self._system.open(path, self._flags | os.O_CREAT)
+            size_bytes = os.fstat(fd).st_size
+            try:
+                if size_bytes < self._segment_bytes:
+                    self._system.allocate(fd, size_bytes, self._segment_bytes - size_bytes)
+            except OSError:
+                os.close(fd)
+                if size_bytes == 0:
+                    self._system.unlink(path)
+                raise
+            return self._insert(segment, fd)
+
+    def _map(self, fd: int) -> mmap.mmap | None:
+        size_bytes = min(os.fstat(fd).st_size, self._segment_bytes)
+        if size_bytes == 0:
+            return None
+        return mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ)
+
+
+def _transfer(
+    call: Callable[[int, Sequence[memoryview], int], int],
+    target: int,
+    buffers: list[memoryview],
+    offset: int,
+) -> int:
+    """Repeat a vectored call until all buffers are moved or nothing moves any more.
+
+    Continues at page boundaries only, as O_DIRECT demands; what lies behind the last one is moved
+    once more.
+    """
+    size_bytes = sum(map(len, buffers))
+    moved_bytes = 0
+    while moved_bytes < size_bytes:
+        moved = call(target, buffers[:IOVEC_COUNT_MAX], offset + moved_bytes)
+        if moved_bytes + moved == size_bytes:
+            return size_bytes
+        moved -= moved % PAGE_BYTES
+        if moved <= 0:
+            break
+        moved_bytes += moved
+        buffers = _behind(buffers, moved)
+    return moved_bytes
+
+
+def _behind(buffers: list[memoryview], moved_bytes: int) -> list[memoryview]:
+    """Return what is left of the buffers behind their first `moved_bytes`."""
+    for position, buffer in enumerate(buffers):
+        if moved_bytes < len(buffer):
+            return [buffer[moved_bytes:], *buffers[position + 1 :]]
+        moved_bytes -= len(buffer)
+    return []

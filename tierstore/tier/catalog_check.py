@@ -1,0 +1,204 @@
+"""Verification of a catalog: every sum recomputed, every reference followed."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.geometry import SpaceGeometry, segment_overhead_pages
+from tierstore.lmdb_env import Transaction
+from tierstore.tier.catalog_schema import (
+    ORDER_PAGES_BYTES,
+    Databases,
+    ExtentRow,
+    PendingRow,
+    RowArray,
+    SegmentRow,
+    StateRow,
+    decode_records,
+    extent_key,
+)
+from tierstore.tier.space import Space
+
+__all__ = ["check_catalog"]
+
+_PROBLEMS_MAX = 100
+
+
+def check_catalog(txn: Transaction, databases: Databases, geometry: SpaceGeometry) -> list[str]:
+    """Return at most a hundred violations in words; empty when the catalog is sound.
+
+    O(records) time and memory; meant for tests and offline tools.
+
+    Raises:
+        CatalogError: a row cannot even be decoded.
+    """
+    state = Space.read_state(txn, databases)
+    if state is None:
+        return ["the state row is missing"]
+    return _Check(txn, databases, geometry, state).run()[:_PROBLEMS_MAX]
+
+
+class _Check:
+    def __init__(
+        self, txn: Transaction, databases: Databases, geometry: SpaceGeometry, state: StateRow
+    ) -> None:
+        self._txn = txn
+        self._databases = databases
+        self._geometry = geometry
+        self._state = state
+        with txn.cursor(db=databases.segments) as cursor:
+            self._segments = {
+                int.from_bytes(key, "big"): SegmentRow.unpack(value) for key, value in cursor
+            }
+        with txn.cursor(db=databases.extents) as cursor:
+            self._extents = {
+                int.from_bytes(key, "big"): ExtentRow.unpack(value) for key, value in cursor
+            }
+        with txn.cursor(db=databases.pending) as cursor:
+            self._pending = [PendingRow.unpack(value) for _, value in cursor]
+        with txn.cursor(db=databases.records) as cursor:
+            self._records = decode_records([value for _, value in cursor])
+
+    def run(self) -> list[str]:
+        return [
+            *self._order_problems(),
+            *self._record_problems(),
+            *self._overlap_problems(),
+            *self._segment_problems(),
+            *self._state_problems(),
+        ]
+
+    def _order_problems(self) -> Iterator[str]:
+        """Records and order name each other, one to one."""
+        order_count = 0
+        with self._txn.cursor(db=self._databases.order) as cursor:
+            for sequence, value in cursor:
+                order_count += 1
+                key = value[ORDER_PAGES_BYTES:]
+                row = self._txn.get(key, db=self._databases.records)
+                if row is None:
+                    yield f"order names {key.hex()}, which has no record"
+                    continue
+                record = decode_records([row])[0]
+                if int(record["sequence"]) != int.from_bytes(sequence, "big"):
+                    yield f"record {key.hex()} and the order disagree about its age"
+                if int(record["place"]["stride_pages"]) != int.from_bytes(value[:4], "little"):
+                    yield f"record {key.hex()} and the order disagree about its pages"
+        if order_count != len(self._records):
+            yield f"{len(self._records)} records, but {order_count} in the order"
+        if len(self._records) and int(self._records["sequence"].max()) >= self._state.next_sequence:
+            yield "a record is younger than the next sequence"
+
+    def _record_problems(self) -> Iterator[str]:
+        """Every record lies in a known extent, and extents count their records rightly."""
+        places = self._records["place"]
+        keys = _extent_keys(places)
+        unique, counts = np.unique(keys, return_counts=True)
+        live = dict(zip(unique.tolist(), counts.tolist(), strict=True))
+        for key in live.keys() | self._extents.keys():
+            row = self._extents.get(key)
+            if row is None:
+                yield f"{live[key]} records lie in the unknown extent {key:#x}"
+            elif row.live_count != live.get(key, 0):
+                yield f"extent {key:#x} counts {row.live_count} records, has {live.get(key, 0)}"
+        slots = np.stack([keys, places["index"].astype(np.uint64)], axis=1)
+        if len(np.unique(slots, axis=0)) != len(slots):
+            yield "two records share a place"
+        for key, place in zip(keys.tolist(), places, strict=True):
+            row = self._extents.get(key)
+            if row and (
+                place["stride_pages"] != row.stride_pages
+                or place["index"] >= row.record_count
+                or self._geometry.stride_pages(int(place["payload_bytes"])) != row.stride_pages
+            ):
+                yield f"a record does not fit its extent {key:#x}"
+
+    def _overlap_problems(self) -> Iterator[str]:
+        """Extents lie one behind the other, within what their segment has given out."""
+        ends: dict[int, int] = {}
+        for key, page_count in sorted(self._all_extents()):
+            segment, first_page = key >> 32, key & 0xFFFFFFFF
+            row = self._segments.get(segment)
+            if row is None:
+                yield f"extent {key:#x} lies in an unknown segment"
+                continue
+            if first_page < ends.get(segment, 0):
+                yield f"extent {key:#x} overlaps the one before it"
+            ends[segment] = first_page + page_count
+            if ends[segment] > row.next_page or row.next_page > row.page_count:
+                yield f"extent {key:#x} reaches beyond what was given out"
+
+    def _segment_problems(self) -> Iterator[str]:
+        """A segment's held, pending and charged pages are the sums of its parts."""
+        held, pending = self._held_pages(), self._pending_pages()
+        empty = {segment for row in self._pending for segment in row.empty_segments}
+        for segment, row in self._segments.items():
+            if row.held_pages != held.get(segment, 0):
+                yield f"segment {segment} holds {held.get(segment, 0)}, says {row.held_pages}"
+            expected = row.held_pages + row.pending_pages
+            if segment in empty:
+                expected = row.pending_pages
+            elif self._geometry.charges_segments:
+                expected += segment_overhead_pages(row.page_count) + row.page_count - row.next_page
+            if segment not in empty and row.pending_pages != pending.get(segment, 0):
+                yield f"segment {segment} has {pending.get(segment, 0)} pages pending, not as said"
+            if row.charged_pages != expected:
+                yield f"segment {segment} is charged {row.charged_pages}, not {expected}"
+
+    def _state_problems(self) -> Iterator[str]:
+        """The sums over all segments and records are those of the state row."""
+        rows = self._segments.values()
+        payload = self._records["place"]["payload_bytes"].sum(dtype=np.int64)
+        for name, said, found in (
+            (
+                "charged pages",
+                self._state.charged_pages,
+                sum(row.charged_pages * row.rank_count for row in rows),
+            ),
+            (
+                "pending pages",
+                self._state.pending_pages,
+                sum(row.pending_pages * row.rank_count for row in rows),
+            ),
+            ("payload bytes", self._state.payload_bytes, int(payload)),
+        ):
+            if said != found:
+                yield f"{name}: accounted {said}, found {found}"
+
+    def _all_extents(self) -> Iterator[tuple[int, int]]:
+        for key, row in self._extents.items():
+            yield key, self._extent_pages(row.record_count, row.stride_pages)
+        for pending in self._pending:
+            for extent in pending.extents:
+                key = extent_key(int(extent["segment"]), int(extent["header_page"]))
+                yield key, self._extent_pages(int(extent["count"]), int(extent["stride_pages"]))
+
+    def _extent_pages(self, record_count: int, stride_pages: int) -> int:
+        return self._geometry.header_pages + record_count * stride_pages
+
+    def _held_pages(self) -> dict[int, int]:
+        held: dict[int, int] = {}
+        for key, row in self._extents.items():
+            pages = self._extent_pages(row.live_count, row.stride_pages)
+            held[key >> 32] = held.get(key >> 32, 0) + pages
+        for pending in self._pending:
+            for extent in pending.extents:
+                segment = int(extent["segment"])
+                pages = self._extent_pages(int(extent["count"]), int(extent["stride_pages"]))
+                held[segment] = held.get(segment, 0) + pages
+        return held
+
+    def _pending_pages(self) -> dict[int, int]:
+        pages: dict[int, int] = {}
+        for pending in self._pending:
+            for run in pending.runs:
+                segment = int(run["segment"])
+                pages[segment] = pages.get(segment, 0) + int(run["page_count"])
+        return pages
+
+
+def _extent_keys(places: RowArray) -> npt.NDArray[np.uint64]:
+    high = places["segment"].astype(np.uint64) << np.uint64(32)
+    keys: npt.NDArray[np.uint64] = high | places["header_page"].astype(np.uint64)
+    return keys

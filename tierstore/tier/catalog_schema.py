@@ -1,0 +1,211 @@
+"""Rows of the catalog: fixed layouts, checked when read. Nothing is pickled.
+
+    state       b"state"                 -> StateRow
+    namespaces  namespace (8)            -> manifest, canonical JSON in full
+    records     key                      -> RECORD_DTYPE: place, sequence, uses
+    order       sequence (u64 BE)        -> pages of the record (u32 LE) + key; oldest first
+    extents     segment, header page (u32 BE each) -> ExtentRow; only extents with a live record
+    segments    segment (u32 BE)         -> SegmentRow
+    pending     id (u64 BE)              -> PendingRow: extents being written, pages being released
+
+Integers in values are little-endian; keys are big-endian, so that their order is numeric.
+"""
+
+import struct
+from dataclasses import astuple, dataclass, field
+from typing import ClassVar, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.errors import CatalogError
+from tierstore.lmdb_env import Database, LmdbEnv
+from tierstore.record import PLACE_DTYPE
+
+__all__ = [
+    "EXTENT_DTYPE",
+    "ORDER_PAGES_BYTES",
+    "RECORD_DTYPE",
+    "RUN_DTYPE",
+    "Databases",
+    "ExtentRow",
+    "PendingRow",
+    "RowArray",
+    "SegmentRow",
+    "StateRow",
+    "decode_records",
+    "extent_key",
+    "segment_key",
+    "split",
+    "wide_key",
+]
+
+RowArray = npt.NDArray[np.void]
+
+RECORD_DTYPE = np.dtype([("place", PLACE_DTYPE), ("sequence", "<u8"), ("uses", "<u4")])
+EXTENT_DTYPE = np.dtype(
+    [("segment", "<u4"), ("header_page", "<u4"), ("stride_pages", "<u4"), ("count", "<u4")]
+)
+RUN_DTYPE = np.dtype([("segment", "<u4"), ("first_page", "<u4"), ("page_count", "<u4")])
+ORDER_PAGES_BYTES = 4
+
+segment_key = struct.Struct(">I").pack
+wide_key = struct.Struct(">Q").pack
+"""Of `order` and `pending`, and of `extents` with segment and header page in one number."""
+
+
+def extent_key(segment: int, header_page: int) -> int:
+    """Return both as the one number that `wide_key` packs."""
+    return segment << 32 | header_page
+
+
+def split(rows: bytes, width: int) -> list[bytes]:
+    """Cut equally wide rows apart."""
+    return [rows[start : start + width] for start in range(0, len(rows), width)]
+
+
+def decode_records(values: list[bytes]) -> RowArray:
+    """Return the values of `records` as one writable array.
+
+    Raises:
+        CatalogError: a value does not have the length of a row.
+    """
+    rows = bytearray().join(values)
+    if len(rows) != len(values) * RECORD_DTYPE.itemsize:
+        raise CatalogError("catalog: a record row is damaged; remove the tier's directory")
+    return np.frombuffer(rows, dtype=RECORD_DTYPE)
+
+
+class Databases:
+    """Handles of the named databases of one catalog."""
+
+    def __init__(self, env: LmdbEnv) -> None:
+        self.state = env.database(b"state")
+        self.namespaces = env.database(b"namespaces")
+        self.records = env.database(b"records")
+        self.order = env.database(b"order")
+        self.extents = env.database(b"extents")
+        self.segments = env.database(b"segments")
+        self.pending = env.database(b"pending")
+
+    def all(self) -> dict[str, Database]:
+        """Return the handles by name."""
+        return dict(vars(self))
+
+
+class _Row:
+    """A row of unsigned integers in the order of its fields."""
+
+    __slots__ = ()
+    _LAYOUT: ClassVar[struct.Struct]
+
+    @classmethod
+    def unpack(cls, value: bytes) -> Self:
+        if len(value) != cls._LAYOUT.size:
+            raise CatalogError(
+                f"catalog: a {cls.__name__} has {len(value)} bytes, expected {cls._LAYOUT.size}; "
+                "remove the tier's directory"
+            )
+        return cls(*cls._LAYOUT.unpack(value))
+
+    def pack(self) -> bytes:
+        return self._LAYOUT.pack(*astuple(self))  # type: ignore[call-overload]
+
+
+@dataclass(slots=True)
+class StateRow(_Row):
+    """Counters and sums over the whole path. Pages are summed over all ranks."""
+
+    _LAYOUT: ClassVar[struct.Struct] = struct.Struct("<11Q")
+
+    format_version: int
+    backend: int
+    rank_count: int
+    """Of the first opener; LMDB payload cannot be shared by different ones."""
+    next_sequence: int = 1
+    next_segment: int = 1
+    next_pending: int = 1
+    next_owner: int = 1
+    charged_pages: int = 0
+    """On disk or allowed to be: what counts against the capacity."""
+    pending_pages: int = 0
+    """The part of `charged_pages` that is being released."""
+    payload_bytes: int = 0
+    """Of all records, on one rank."""
+    evicted_count: int = 0
+
+
+@dataclass(slots=True)
+class SegmentRow(_Row):
+    """One segment. Pages are those of one rank.
+
+    |<------------ page_count (preallocated) ------------>|
+    | allocated extents            |next_page   not yet   |
+    held = live or being written; pending = being released; charged = held + pending + rest
+    """
+
+    _LAYOUT: ClassVar[struct.Struct] = struct.Struct("<8I")
+
+    owner: int
+    rank_count: int
+    page_count: int
+    is_active: int = 1
+    """The owner still appends to it."""
+    next_page: int = 0
+    held_pages: int = 0
+    charged_pages: int = 0
+    pending_pages: int = 0
+
+
+@dataclass(slots=True)
+class ExtentRow(_Row):
+    """One extent with at least one live record."""
+
+    _LAYOUT: ClassVar[struct.Struct] = struct.Struct("<3I")
+
+    live_count: int
+    record_count: int
+    stride_pages: int
+
+
+@dataclass(slots=True)
+class PendingRow:
+    """Pages that an owner is writing or releasing; what recovery needs after a kill."""
+
+    _HEAD: ClassVar[struct.Struct] = struct.Struct("<IIII")
+
+    owner: int
+    extents: RowArray = field(default_factory=lambda: np.empty(0, EXTENT_DTYPE))
+    """Being written, not yet records."""
+    runs: RowArray = field(default_factory=lambda: np.empty(0, RUN_DTYPE))
+    """Being released."""
+    empty_segments: list[int] = field(default_factory=list)
+
+    def pack(self) -> bytes:
+        """Return the row as bytes."""
+        head = self._HEAD.pack(
+            self.owner, len(self.extents), len(self.runs), len(self.empty_segments)
+        )
+        empty = np.array(self.empty_segments, "<u4")
+        return head + self.extents.tobytes() + self.runs.tobytes() + empty.tobytes()
+
+    @classmethod
+    def unpack(cls, value: bytes) -> Self:
+        """Return the row.
+
+        Raises:
+            CatalogError: the lengths do not fit.
+        """
+        if len(value) < cls._HEAD.size:
+            raise CatalogError("catalog: a pending row is damaged; remove the tier's directory")
+        owner, extent_count, run_count, empty_count = cls._HEAD.unpack_from(value)
+        runs_at = cls._HEAD.size + extent_count * EXTENT_DTYPE.itemsize
+        empty_at = runs_at + run_count * RUN_DTYPE.itemsize
+        if len(value) != empty_at + 4 * empty_count:
+            raise CatalogError("catalog: a pending row is damaged; remove the tier's directory")
+        return cls(
+            owner,
+            np.frombuffer(value, EXTENT_DTYPE, extent_count, cls._HEAD.size),
+            np.frombuffer(value, RUN_DTYPE, run_count, runs_at),
+            np.frombuffer(value, "<u4", empty_count, empty_at).tolist(),
+        )

@@ -1,0 +1,390 @@
+"""The writer of one catalog: applies queued operations in batches, keeps room ahead of need.
+
+Synchronous: `SecondaryTier` calls it in its mailbox's thread, tests call it directly. A batch is
+one transaction; tickets, waiting requests and events change only after it committed.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tierstore.clock import Clock
+from tierstore.errors import BackendError, BackendFullError, CatalogError
+from tierstore.key import Namespace, OffloadKey
+from tierstore.tier.catalog import Catalog
+from tierstore.tier.catalog_schema import PendingRow
+from tierstore.tier.catalog_txn import EVICT_COUNT_MAX, CatalogTxn, Ticket
+from tierstore.transfer import FailureReason, PageRun, Place
+
+__all__ = [
+    "CatalogWriter",
+    "CommitTicket",
+    "Evict",
+    "ForgetNamespace",
+    "Freed",
+    "Operation",
+    "Placed",
+    "Refused",
+    "ReleaseDone",
+    "RemoveKeys",
+    "RequestPlaces",
+    "SecondaryEvent",
+    "TouchKeys",
+]
+
+_logger = logging.getLogger(__name__)
+
+_BATCH_KEYS_MAX = 4096
+_WAITING_MAX = 1024
+_SYNC_SECONDS = 5.0
+_RELIEF_COUNT = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Places are reserved for these keys of a request; keys already recorded are left out."""
+
+    ticket: int
+    keys: tuple[OffloadKey, ...]
+    places: tuple[Place, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """No place for a request: it is too large for the tier, or the catalog failed."""
+
+    ticket: int
+    reason: FailureReason
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """Bytes to give back to the file system on every rank; confirm with `released`."""
+
+    release_id: int
+    runs: tuple[PageRun, ...]
+    empty_segments: tuple[int, ...]
+
+
+SecondaryEvent = Placed | Refused | Freed
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPlaces:
+    """Wanted: one place per key."""
+
+    ticket: int
+    keys: tuple[OffloadKey, ...]
+    payload_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommitTicket:
+    """Written: the records of a ticket but the failed ones (all of them: None)."""
+
+    ticket: int
+    failed: frozenset[int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class TouchKeys:
+    """Used: records, tail first."""
+
+    keys: tuple[OffloadKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveKeys:
+    """Worthless: records."""
+
+    keys: tuple[OffloadKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseDone:
+    """Given back: the bytes of a `Freed`."""
+
+    release_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetNamespace:
+    """Unwanted: all records of a namespace."""
+
+    namespace: Namespace
+
+
+@dataclass(frozen=True, slots=True)
+class Evict:
+    """Look again whether there is room for what waits and for what comes next."""
+
+
+Operation = (
+    RequestPlaces | CommitTicket | TouchKeys | RemoveKeys | ReleaseDone | ForgetNamespace | Evict
+)
+
+
+class CatalogWriter:
+    """Applies operations; one thread at a time calls `handle`."""
+
+    def __init__(self, catalog: Catalog, pins: Mapping[OffloadKey, int], clock: Clock) -> None:
+        """`pins` is a live view: records in it are not evicted."""
+        self._catalog = catalog
+        self._pins = pins
+        self._clock = clock
+        self.events: deque[SecondaryEvent] = deque()
+        """Answers in order; the reader pops from the left, in any thread."""
+        self.waiting: deque[RequestPlaces] = deque()
+        """Requests that wait for bytes to be given back, in order."""
+        self.forgotten_count = 0
+        """How many `ForgetNamespace` were done."""
+        self._tickets: dict[int, Ticket] = {}
+        self._writing: set[OffloadKey] = set()
+        self._retained: list[Operation] = []
+        self._record_count_max = catalog.geometry.record_count_max
+        self._needs_sync = False
+        self._synced_at = clock.seconds()
+        self._logged: set[str] = set()
+
+    def handle(self, operations: Iterable[Operation]) -> None:
+        """Apply operations in order; never raises for a failing catalog."""
+        if self._retained:
+            retained, self._retained = self._retained, []
+            self._apply_batch(retained)
+        for batch in _batches(operations):
+            if isinstance(batch[0], ForgetNamespace):
+                self._forget(batch[0])
+            else:
+                self._apply_batch(batch)
+        if self._needs_sync and self._clock.seconds() - self._synced_at >= _SYNC_SECONDS:
+            self.sync()
+
+    def recover(self) -> None:
+        """Adopt what dead owners left, and make room if the capacity shrank."""
+        try:
+            with self._catalog.transaction(self._pins) as work:
+                releases = work.adopt_dead(self._catalog.is_owner_dead)
+                freed = work.space.emit()
+        except (BackendError, CatalogError) as error:
+            self._log("recovery failed", error)
+        else:
+            self.events.extend(_freed(release) for release in [*releases, freed] if release)
+        self.handle([Evict()])
+
+    def sync(self) -> None:
+        """Flush what was committed to the device."""
+        try:
+            self._catalog.sync()
+        except BackendError as error:
+            self._log("sync failed", error)
+        self._needs_sync = False
+        self._synced_at = self._clock.seconds()
+
+    def _apply_batch(self, batch: Sequence[Operation]) -> None:
+        try:
+            try:
+                has_more = self._transact(batch)
+            except BackendFullError as error:
+                self._log("catalog full, evicting", error)
+                self._relieve()
+                has_more = self._transact(batch)
+            while has_more:
+                has_more = self._transact(())
+        except (BackendError, CatalogError) as error:
+            self._log("catalog write failed", error)
+            self._give_up(batch, error)
+
+    def _transact(self, batch: Sequence[Operation]) -> bool:
+        """Apply a batch, place what waits, evict ahead; say whether more must be evicted."""
+        closed: list[int] = []
+        opened: dict[int, Ticket] = {}
+        waiting = self.waiting.copy()
+        events: list[SecondaryEvent] = []
+        with self._catalog.transaction(self._pins) as work:
+            for operation in batch:
+                if isinstance(operation, RequestPlaces):
+                    waiting.append(operation)
+                else:
+                    self._apply(work, operation, closed)
+            self._place_waiting(work, waiting, closed, opened, events)
+            self._make_room(work, work.space.ahead_pages())
+            has_more = work.evicted_count >= EVICT_COUNT_MAX
+            freed = work.space.emit()
+        for ticket_id in closed:
+            self._writing.difference_update(self._tickets.pop(ticket_id).keys)
+        self._tickets.update(opened)
+        for ticket in opened.values():
+            self._writing.update(ticket.keys)
+        self.waiting = waiting
+        if freed:
+            events.append(_freed(freed))
+        self.events.extend(events)
+        self._needs_sync = True
+        return has_more
+
+    def _apply(self, work: CatalogTxn, operation: Operation, closed: list[int]) -> None:
+        match operation:
+            case CommitTicket(ticket_id, failed):
+                ticket = self._tickets.get(ticket_id)
+                if ticket is not None and ticket_id not in closed:
+                    work.commit(ticket, range(len(ticket.keys)) if failed is None else failed)
+                    closed.append(ticket_id)
+            case TouchKeys(keys):
+                work.touch(keys)
+            case RemoveKeys(keys):
+                work.remove(keys)
+            case ReleaseDone(release_id):
+                work.space.release(release_id)
+            case _:
+                pass
+
+    def _place_waiting(
+        self,
+        work: CatalogTxn,
+        waiting: deque[RequestPlaces],
+        closed: Sequence[int],
+        opened: dict[int, Ticket],
+        events: list[SecondaryEvent],
+    ) -> None:
+        """Place requests in order until one has to wait."""
+        done = {key for ticket_id in closed for key in self._tickets[ticket_id].keys}
+        writing = self._writing - done if waiting else set()
+        adopted = False
+        while waiting:
+            request = waiting[0]
+            keys = [key for key in work.missing(request.keys) if key not in writing]
+            stride_pages = self._catalog.geometry.stride_pages(request.payload_bytes)
+            pages = work.space.charge_of(len(keys), stride_pages)
+            if pages is None or pages > self._catalog.space_pages():
+                waiting.popleft()
+                events.append(Refused(request.ticket, FailureReason.FULL))
+                continue
+            self._make_record_room(work, len(keys) + len(writing))
+            self._make_room(work, pages)
+            if self._free_pages(work) < pages:
+                if not adopted and work.space.state.pending_pages == 0:
+                    adopted = True
+                    releases = work.adopt_dead(self._catalog.is_owner_dead)
+                    events.extend(map(_freed, releases))
+                    continue
+                if self._can_wait(work, writing) and len(waiting) <= _WAITING_MAX:
+                    return
+                waiting.popleft()
+                events.append(Refused(request.ticket, FailureReason.FULL))
+                continue
+            waiting.popleft()
+            if not keys:
+                events.append(Placed(request.ticket, (), ()))
+                continue
+            ticket = opened[request.ticket] = work.reserve(keys, request.payload_bytes)
+            writing.update(keys)
+            places = tuple(map(Place, ticket.places()))
+            events.append(Placed(request.ticket, ticket.keys, places))
+
+    def _can_wait(self, work: CatalogTxn, writing: set[OffloadKey]) -> bool:
+        """Say whether something may still free pages: a release, a write, an unpin."""
+        return bool(
+            work.space.state.pending_pages
+            or writing
+            or work.evicted_count >= EVICT_COUNT_MAX
+            or (self._pins and work.record_count())
+        )
+
+    def _free_pages(self, work: CatalogTxn) -> int:
+        return self._catalog.space_pages() - work.space.state.charged_pages
+
+    def _make_room(self, work: CatalogTxn, pages: int) -> None:
+        """Evict until `pages` of all ranks are free or will be when the releases are done."""
+        rank_count = self._catalog.geometry.rank_count
+        while True:
+            short = pages - self._free_pages(work) - work.space.state.pending_pages
+            if short <= 0 or not work.evict(-(-short // rank_count)):
+                return
+
+    def _make_record_room(self, work: CatalogTxn, count: int) -> None:
+        excess = work.record_count() + count - self._record_count_max
+        if excess > 0:
+            work.evict(0, excess)
+
+    def _relieve(self) -> None:
+        """Shrink a catalog whose map is full, in transactions that need few pages."""
+        self._catalog.forget_dead_readers()
+        for _ in range(_RELIEF_COUNT):
+            with self._catalog.transaction(self._pins) as work:
+                work.evict(0, _RELIEF_COUNT)
+                self._record_count_max = max(1, min(self._record_count_max, work.record_count()))
+                freed = work.space.emit()
+            if freed:
+                self.events.append(_freed(freed))
+
+    def _forget(self, operation: ForgetNamespace) -> None:
+        for ticket in self._tickets.values():
+            ticket.is_doomed = True
+        while self.waiting:
+            self.events.append(Refused(self.waiting.popleft().ticket, FailureReason.CLOSED))
+        try:
+            has_more = True
+            while has_more:
+                with self._catalog.transaction() as work:
+                    has_more = work.forget_namespace(operation.namespace)
+                    freed = work.space.emit()
+                if freed:
+                    self.events.append(_freed(freed))
+        except (BackendError, CatalogError) as error:
+            self._log("catalog write failed", error)
+            self._give_up([operation], error)
+        else:
+            self.forgotten_count += 1
+
+    def _give_up(self, batch: Sequence[Operation], error: Exception) -> None:
+        """Answer requests with a refusal; keep what must not be lost for the next batch."""
+        full = isinstance(error, BackendFullError)
+        reason = FailureReason.FULL if full else FailureReason.IO_ERROR
+        requests = [operation for operation in batch if isinstance(operation, RequestPlaces)]
+        for request in [*self.waiting, *requests]:
+            self.events.append(Refused(request.ticket, reason))
+        self.waiting.clear()
+        for operation in batch:
+            match operation:
+                case CommitTicket(ticket_id):
+                    self._retained.append(CommitTicket(ticket_id, None))
+                case ReleaseDone() | ForgetNamespace() | RemoveKeys():
+                    self._retained.append(operation)
+                case _:
+                    pass
+
+    def _log(self, event: str, error: Exception) -> None:
+        cause = f"{event} {type(error).__name__}"
+        if cause not in self._logged:
+            self._logged.add(cause)
+            _logger.warning("%s: cause=%s", event, error)
+
+
+def _batches(operations: Iterable[Operation]) -> Iterable[list[Operation]]:
+    """Cut operations into transactions of bounded size; a `ForgetNamespace` stands alone."""
+    batch: list[Operation] = []
+    key_count = 0
+    for operation in operations:
+        if isinstance(operation, ForgetNamespace):
+            if batch:
+                yield batch
+            yield [operation]
+            batch, key_count = [], 0
+            continue
+        batch.append(operation)
+        key_count += len(getattr(operation, "keys", ()))
+        if key_count >= _BATCH_KEYS_MAX:
+            yield batch
+            batch, key_count = [], 0
+    if batch:
+        yield batch
+
+
+def _freed(release: tuple[int, PendingRow]) -> Freed:
+    release_id, row = release
+    runs = tuple(
+        PageRun(segment=segment, first_page=first_page, page_count=page_count)
+        for segment, first_page, page_count in row.runs.tolist()
+    )
+    return Freed(release_id, runs, tuple(row.empty_segments))

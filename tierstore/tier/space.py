@@ -1,0 +1,358 @@
+"""Pages of a tier within one write transaction: who holds them, and what they cost.
+
+A page is never used twice: segments are appended to and then released. Pages of evicted or aborted
+records stay charged until every rank has given them back.
+"""
+
+import numpy as np
+
+from tierstore.errors import CatalogError
+from tierstore.geometry import SpaceGeometry, segment_overhead_pages
+from tierstore.lmdb_env import Transaction
+from tierstore.record import EXTENT_RECORDS_MAX
+from tierstore.tier.catalog_schema import (
+    EXTENT_DTYPE,
+    RUN_DTYPE,
+    Databases,
+    ExtentRow,
+    PendingRow,
+    RowArray,
+    SegmentRow,
+    StateRow,
+    extent_key,
+    segment_key,
+    wide_key,
+)
+
+__all__ = ["Space", "coalesce"]
+
+_STATE_KEY = b"state"
+_DAMAGED = "remove the tier's directory; it is rebuilt from nothing"
+
+
+class Space:
+    """The space rows of one transaction, read on first use and written back by `flush`."""
+
+    def __init__(
+        self,
+        txn: Transaction,
+        databases: Databases,
+        geometry: SpaceGeometry,
+        *,
+        owner: int,
+        active: int | None,
+    ) -> None:
+        self._txn = txn
+        self._databases = databases
+        self._geometry = geometry
+        self.owner = owner
+        self.active = active
+        """The segment that this owner appends to; the caller keeps it between transactions."""
+        value = txn.get(_STATE_KEY, db=databases.state)
+        if value is None:
+            raise CatalogError(f"catalog: the state row is missing; {_DAMAGED}")
+        self.state = StateRow.unpack(value)
+        self._segments: dict[int, SegmentRow | None] = {}
+        self._extents: dict[int, ExtentRow | None] = {}
+        self._freed: list[RowArray] = []
+        self._shrunk: set[int] = set()
+
+    @staticmethod
+    def write_state(txn: Transaction, databases: Databases, state: StateRow) -> None:
+        """Store the state row."""
+        txn.put(_STATE_KEY, state.pack(), db=databases.state)
+
+    @staticmethod
+    def read_state(txn: Transaction, databases: Databases) -> StateRow | None:
+        """Return the state row; None in a new catalog."""
+        value = txn.get(_STATE_KEY, db=databases.state)
+        return None if value is None else StateRow.unpack(value)
+
+    def segment(self, segment: int) -> SegmentRow:
+        """Return the row of a segment, to be changed in place.
+
+        Raises:
+            CatalogError: there is none.
+        """
+        row = self.find_segment(segment)
+        if row is None:
+            raise CatalogError(f"catalog: segment {segment} is unknown; {_DAMAGED}")
+        return row
+
+    def find_segment(self, segment: int) -> SegmentRow | None:
+        """Return the row of a segment, to be changed in place, if there is one."""
+        if segment not in self._segments:
+            value = self._txn.get(segment_key(segment), db=self._databases.segments)
+            self._segments[segment] = None if value is None else SegmentRow.unpack(value)
+        return self._segments[segment]
+
+    def new_segment_count(self, count: int, stride_pages: int) -> int | None:
+        """Return how many segments must be opened for `count` records; None: one is too large."""
+        per_segment = self._record_count(self._geometry.segment_pages, stride_pages)
+        if per_segment == 0:
+            return None
+        if self.active is not None:
+            row = self.segment(self.active)
+            count -= self._record_count(row.page_count - row.next_page, stride_pages)
+        return max(0, -(-count // per_segment))
+
+    def charge_of(self, count: int, stride_pages: int) -> int | None:
+        """Return the pages on all ranks that `count` records would cost now; None: impossible."""
+        segment_count = self.new_segment_count(count, stride_pages)
+        if segment_count is None:
+            return None
+        if self._geometry.charges_segments:
+            return segment_count * self.segment_charge()
+        return count * stride_pages * self._geometry.rank_count
+
+    def segment_charge(self) -> int:
+        """Return the pages on all ranks that a new segment costs."""
+        if not self._geometry.charges_segments:
+            return 0
+        pages = self._geometry.segment_pages
+        return (pages + segment_overhead_pages(pages)) * self._geometry.rank_count
+
+    def ahead_pages(self) -> int:
+        """Return the pages on all ranks that should be free, so that the next writes do not wait.
+
+        Grows while the active segment fills: when it is full, there is room for the next.
+        """
+        if not self._geometry.charges_segments:
+            return self._geometry.ahead_pages * self._geometry.rank_count
+        if self.active is None:
+            return self.segment_charge()
+        row = self.segment(self.active)
+        overhead = segment_overhead_pages(row.page_count)
+        return min(self.segment_charge(), (row.next_page + overhead) * row.rank_count)
+
+    def allocate(self, count: int, stride_pages: int) -> RowArray:
+        """Lay out `count` records in as few extents as possible (`EXTENT_DTYPE`) and charge them.
+
+        The caller has made sure that `charge_of` fits.
+        """
+        extents = []
+        while count:
+            fit = 0
+            if self.active is not None:
+                row = self.segment(self.active)
+                room = row.page_count - row.next_page - self._geometry.header_pages
+                fit = min(count, EXTENT_RECORDS_MAX, max(0, room) // stride_pages)
+            if self.active is None or fit == 0:
+                self._open_segment()
+                continue
+            extents.append((self.active, row.next_page, stride_pages, fit))
+            pages = self._geometry.header_pages + fit * stride_pages
+            row.next_page += pages
+            row.held_pages += pages
+            if not self._geometry.charges_segments:
+                row.charged_pages += pages
+                self.state.charged_pages += pages * row.rank_count
+            count -= fit
+        return np.array(extents, EXTENT_DTYPE)
+
+    def add_extent(self, extent: RowArray) -> None:
+        """Make a written extent known with all its records; failed ones are freed afterwards."""
+        key = extent_key(int(extent["segment"]), int(extent["header_page"]))
+        count = int(extent["count"])
+        self._extents[key] = ExtentRow(count, count, int(extent["stride_pages"]))
+
+    def free_extents(self, extents: RowArray) -> None:
+        """Free whole extents that never became records."""
+        runs = np.empty(len(extents), RUN_DTYPE)
+        runs["segment"] = extents["segment"]
+        runs["first_page"] = extents["header_page"]
+        runs["page_count"] = (
+            self._geometry.header_pages + extents["count"] * extents["stride_pages"]
+        )
+        self._free(runs)
+
+    def free_places(self, places: RowArray) -> None:
+        """Free records that are gone from the catalog, and headers whose last record goes."""
+        header_pages = self._geometry.header_pages
+        runs = np.empty(len(places), RUN_DTYPE)
+        runs["segment"] = places["segment"]
+        runs["first_page"] = (
+            places["header_page"] + header_pages + places["index"] * places["stride_pages"]
+        )
+        runs["page_count"] = places["stride_pages"]
+        keys = places["segment"].astype(np.uint64) << np.uint64(32) | places["header_page"]
+        unique, counts = np.unique(keys, return_counts=True)
+        headers = []
+        for key, count in zip(unique.tolist(), counts.tolist(), strict=True):
+            row = self._extent(key)
+            if row.live_count < count:
+                raise CatalogError(f"catalog: extent {key:#x} frees too many; {_DAMAGED}")
+            row.live_count -= count
+            if row.live_count == 0:
+                self._extents[key] = None
+                headers.append((key >> 32, key & 0xFFFFFFFF, 1))
+        if headers and header_pages:
+            runs = np.concatenate([runs, np.array(headers, RUN_DTYPE)])
+        self._free(runs)
+
+    def close_segment(self, segment: int) -> None:
+        """Append no more to a segment. Its tail stays charged until `trim_segment`."""
+        self.segment(segment).is_active = 0
+        self._shrunk.add(segment)
+
+    def trim_segment(self, segment: int) -> None:
+        """Free the unwritten tail of a closed segment.
+
+        Only when no first write can follow that would preallocate the file again, after the tail
+        was given back: once a record in it was committed, or when its owner is dead.
+        """
+        row = self.segment(segment)
+        tail = row.page_count - row.next_page
+        if not row.is_active and tail and self._geometry.charges_segments:
+            row.held_pages += tail
+            row.next_page = row.page_count
+            self._free(np.array([(segment, row.page_count - tail, tail)], RUN_DTYPE))
+
+    def add_pending(self, row: PendingRow) -> int:
+        """Store a pending row; return its id."""
+        pending_id = self.state.next_pending
+        self.state.next_pending += 1
+        self.put_pending(pending_id, row)
+        return pending_id
+
+    def put_pending(self, pending_id: int, row: PendingRow) -> None:
+        """Store a pending row under its id."""
+        self._txn.put(wide_key(pending_id), row.pack(), db=self._databases.pending)
+
+    def find_pending(self, pending_id: int) -> PendingRow | None:
+        """Return a pending row."""
+        value = self._txn.get(wide_key(pending_id), db=self._databases.pending)
+        return None if value is None else PendingRow.unpack(value)
+
+    def remove_pending(self, pending_id: int) -> None:
+        """Forget a pending row."""
+        self._txn.delete(wide_key(pending_id), db=self._databases.pending)
+
+    def all_pending(self) -> list[tuple[int, PendingRow]]:
+        """Return all pending rows, of all owners."""
+        with self._txn.cursor(db=self._databases.pending) as cursor:
+            return [(int.from_bytes(key, "big"), PendingRow.unpack(value)) for key, value in cursor]
+
+    def all_segments(self) -> list[tuple[int, SegmentRow]]:
+        """Return the stored rows of all segments, to be read only."""
+        with self._txn.cursor(db=self._databases.segments) as cursor:
+            return [(int.from_bytes(key, "big"), SegmentRow.unpack(value)) for key, value in cursor]
+
+    def emit(self) -> tuple[int, PendingRow] | None:
+        """Store what was freed since the last call as one pending row; None: nothing was."""
+        empty = [segment for segment in sorted(self._shrunk) if self._mark_empty(segment)]
+        runs = np.concatenate(self._freed) if self._freed else np.empty(0, RUN_DTYPE)
+        if empty:
+            runs = runs[~np.isin(runs["segment"], empty)]
+        self._freed, self._shrunk = [], set()
+        if not len(runs) and not empty:
+            return None
+        row = PendingRow(self.owner, runs=coalesce(runs), empty_segments=empty)
+        return self.add_pending(row), row
+
+    def release(self, pending_id: int) -> None:
+        """Uncharge what a pending row names: every rank has given it back."""
+        pending = self.find_pending(pending_id)
+        if pending is None or len(pending.extents):
+            return
+        self.remove_pending(pending_id)
+        segments, inverse = np.unique(pending.runs["segment"], return_inverse=True)
+        sums = np.bincount(inverse, weights=pending.runs["page_count"])
+        for segment, pages in zip(segments.tolist(), sums.astype(np.int64).tolist(), strict=True):
+            row = self.find_segment(segment)
+            if row is not None:
+                self._uncharge(row, pages)
+        for segment in pending.empty_segments:
+            row = self.find_segment(segment)
+            if row is not None:
+                self._uncharge(row, row.charged_pages)
+                self._segments[segment] = None
+
+    def flush(self) -> None:
+        """Write the changed rows into the transaction."""
+        for segment, segment_row in self._segments.items():
+            self._store(self._databases.segments, segment_key(segment), segment_row)
+        for key, extent_row in self._extents.items():
+            self._store(self._databases.extents, wide_key(key), extent_row)
+        self.write_state(self._txn, self._databases, self.state)
+
+    def _store(self, database: object, key: bytes, row: SegmentRow | ExtentRow | None) -> None:
+        if row is None:
+            self._txn.delete(key, db=database)  # type: ignore[arg-type]
+        else:
+            self._txn.put(key, row.pack(), db=database)  # type: ignore[arg-type]
+
+    def _record_count(self, room_pages: int, stride_pages: int) -> int:
+        """Return how many records fit into a run of pages, headers included."""
+        header_pages = self._geometry.header_pages
+        extent_pages = header_pages + EXTENT_RECORDS_MAX * stride_pages
+        extent_count, rest = divmod(room_pages, extent_pages)
+        return extent_count * EXTENT_RECORDS_MAX + max(0, rest - header_pages) // stride_pages
+
+    def _open_segment(self) -> None:
+        if self.active is not None:
+            self.close_segment(self.active)
+        row = SegmentRow(self.owner, self._geometry.rank_count, self._geometry.segment_pages)
+        if self._geometry.charges_segments:
+            row.charged_pages = row.page_count + segment_overhead_pages(row.page_count)
+        self.active = self.state.next_segment
+        self.state.next_segment += 1
+        self.state.charged_pages += row.charged_pages * row.rank_count
+        self._segments[self.active] = row
+
+    def _extent(self, key: int) -> ExtentRow:
+        row = self._extents.get(key)
+        if row is None:
+            value = self._txn.get(wide_key(key), db=self._databases.extents)
+            if value is None or key in self._extents:
+                raise CatalogError(f"catalog: extent {key:#x} is unknown; {_DAMAGED}")
+            row = self._extents[key] = ExtentRow.unpack(value)
+        return row
+
+    def _free(self, runs: RowArray) -> None:
+        self._freed.append(runs)
+        segments, inverse = np.unique(runs["segment"], return_inverse=True)
+        sums = np.bincount(inverse, weights=runs["page_count"])
+        for segment, pages in zip(segments.tolist(), sums.astype(np.int64).tolist(), strict=True):
+            row = self.segment(segment)
+            if row.held_pages < pages:
+                raise CatalogError(f"catalog: segment {segment} frees too much; {_DAMAGED}")
+            row.held_pages -= pages
+            self._add_pending_pages(row, pages)
+            self._shrunk.add(segment)
+
+    def _mark_empty(self, segment: int) -> bool:
+        """Say whether a segment holds nothing any more; then all of it is pending."""
+        row = self.segment(segment)
+        if row.is_active or row.held_pages:
+            return False
+        self._add_pending_pages(row, row.charged_pages - row.pending_pages)
+        return True
+
+    def _add_pending_pages(self, row: SegmentRow, pages: int) -> None:
+        row.pending_pages += pages
+        self.state.pending_pages += pages * row.rank_count
+
+    def _uncharge(self, row: SegmentRow, pages: int) -> None:
+        if min(row.pending_pages, row.charged_pages) < pages:
+            raise CatalogError(f"catalog: a release of {pages} pages exceeds what is pending")
+        row.pending_pages -= pages
+        row.charged_pages -= pages
+        self.state.pending_pages -= pages * row.rank_count
+        self.state.charged_pages -= pages * row.rank_count
+
+
+def coalesce(runs: RowArray) -> RowArray:
+    """Sort runs (`RUN_DTYPE`) and join adjacent ones."""
+    if not len(runs):
+        return runs
+    runs = runs[np.lexsort((runs["first_page"], runs["segment"]))]
+    ends = runs["first_page"] + runs["page_count"]
+    starts_new = np.ones(len(runs), bool)
+    starts_new[1:] = (runs["segment"][1:] != runs["segment"][:-1]) | (
+        runs["first_page"][1:] != ends[:-1]
+    )
+    firsts = np.flatnonzero(starts_new)
+    joined = runs[firsts]
+    joined["page_count"] = np.add.reduceat(runs["page_count"], firsts)
+    return joined
