@@ -1,12 +1,13 @@
 """Measures, in some milliseconds, which way of copying a device does best at which size."""
 
 import logging
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
 
 from tierstore.clock import Clock
-from tierstore.dma.cuda_api import CudaApi, DirectedRuns, Rectangles, Stream
+from tierstore.dma.cuda_api import CudaApi, DirectedRuns, Rectangles
 from tierstore.dma.kernel_table import ROW_BYTES, fill_table, table_at
 from tierstore.dma.methods import CopyDirection, CopyMethod, Thresholds
 
@@ -78,9 +79,14 @@ class _Bench:
     def __init__(self, api: CudaApi, clock: Clock) -> None:
         self._api = api
         self._clock = clock
-        self._stream: Stream = api.create_stream()
-        self._device = api.alloc_device(_SCRATCH_BYTES)
-        self._host = api.alloc_host(_SCRATCH_BYTES + _RUN_COUNT_MANY * ROW_BYTES)
+        with ExitStack() as owned:
+            self._stream = api.create_stream()
+            owned.callback(api.destroy_stream, self._stream)
+            self._device = api.alloc_device(_SCRATCH_BYTES)
+            owned.callback(api.free_device, self._device)
+            self._host = api.alloc_host(_SCRATCH_BYTES + _RUN_COUNT_MANY * ROW_BYTES)
+            owned.callback(api.free_host, self._host)
+            self._owned = owned.pop_all()
         self._table = table_at(self._host + _SCRATCH_BYTES, _RUN_COUNT_MANY)
         self._seconds: dict[_Trial, float] = {}
 
@@ -105,11 +111,9 @@ class _Bench:
         return self._time(trial) < _WORTH_IT * min(others)
 
     def close(self) -> None:
-        """Free the scratch memory."""
-        self._api.synchronize(self._stream)
-        self._api.destroy_stream(self._stream)
-        self._api.free_host(self._host)
-        self._api.free_device(self._device)
+        """Free the scratch memory when nothing uses it any more."""
+        with self._owned:
+            self._api.synchronize(self._stream)
 
     def _engine_methods(self) -> list[CopyMethod]:
         return [CopyMethod.PLAIN] + [CopyMethod.BATCH] * self._api.has_batch

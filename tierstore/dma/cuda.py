@@ -43,6 +43,9 @@ __all__ = ["CudaCopyEngine"]
 
 _logger = logging.getLogger(__name__)
 
+_LANE_COUNT = 3
+"""Offloads, loads, urgent loads."""
+
 _UNMEASURED = Thresholds(kernel_below_bytes=0, kernel_runs_min=1, pitched_from_bytes=None)
 """Without a measurement: batches, or plain copies, which are right at every size."""
 
@@ -92,7 +95,7 @@ class CudaCopyEngine:
         self._caches: CanonicalKVCaches | None = None
         self._marks: deque[StreamMark] = deque()
         self._events = EventPool(api)
-        self._lanes: tuple[Lane, Lane, Lane] | None = None
+        self._lanes: list[Lane] = []
         self._pinner: PoolPinner | None = None
         self._selector: MethodSelector | None = None
         self._failed: list[CopyId] = []
@@ -126,11 +129,12 @@ class CudaCopyEngine:
             has_batch=self._api.has_batch,
             has_kernel=self._api.has_kernel,
         )
-        self._lanes = (
-            Lane(self._api, self._events),
-            Lane(self._api, self._events),
-            Lane(self._api, self._events),
-        )
+        try:
+            while len(self._lanes) < _LANE_COUNT:
+                self._lanes.append(Lane(self._api, self._events))
+        except DeviceError:
+            self.close()
+            raise
         self._caches = caches
         self._groups = groups
         if self._spawn is not None:
@@ -168,7 +172,7 @@ class CudaCopyEngine:
 
     def poll(self) -> list[CopyId]:
         """Return the copies whose bytes have arrived, and submit what was held back."""
-        if self._lanes is None or self._pinner is None:
+        if not self._lanes or self._pinner is None:
             return []
         self._api.use_device()
         self._drop_passed_marks()
@@ -187,15 +191,15 @@ class CudaCopyEngine:
 
     def fence(self, copy_ids: tuple[CopyId, ...]) -> None:
         """Let the compute stream wait until these offloads have read their blocks."""
-        if copy_ids and self._lanes is not None:
+        if copy_ids and self._lanes:
             self._api.use_device()
             self._lane(CopyDirection.OFFLOAD).hold_stream(self._compute(), set(copy_ids))
 
     def close(self) -> None:
         """Wait for what was submitted, unpin the pool, give everything back; idempotent."""
-        lanes, self._lanes = self._lanes, None
+        lanes, self._lanes = self._lanes, []
         self._groups = {}
-        if lanes is None or self._pinner is None:
+        if not lanes or self._pinner is None:
             return
         self._api.use_device()
         for lane in lanes:
@@ -226,7 +230,7 @@ class CudaCopyEngine:
         return deque(self._selector.select(runs, pinned, direction))
 
     def _lane(self, direction: CopyDirection, *, urgent: bool = False) -> Lane:
-        if self._lanes is None:
+        if not self._lanes:
             raise LayoutError("the copy engine is closed")
         offloads, loads, urgent_loads = self._lanes
         if direction is CopyDirection.OFFLOAD:
@@ -239,9 +243,7 @@ class CudaCopyEngine:
         return Stream(self._compute_stream())
 
     def _mark(self) -> StreamMark:
-        event = self._events.take()
-        self._api.record_event(event, self._compute())
-        mark = StreamMark(event)
+        mark = StreamMark(self._events.record(self._compute()))
         self._marks.append(mark)
         return mark
 

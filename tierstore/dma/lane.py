@@ -9,6 +9,7 @@ enqueues no more than `ENTRIES_MAX` and submits the rest as earlier ones complet
 import logging
 import threading
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from tierstore.dma.cuda_api import CudaApi, Event, Rectangles, Stream
@@ -37,12 +38,22 @@ class EventPool:
         self._api = api
         self._free: deque[Event] = deque()
 
-    def take(self) -> Event:
-        """Return an event that nobody else has."""
+    def record(self, stream: Stream) -> Event:
+        """Return an event that nobody else has, recorded on a stream.
+
+        Raises:
+            DeviceError: no event, or it could not be recorded.
+        """
         try:
-            return self._free.pop()
+            event = self._free.pop()
         except IndexError:
-            return self._api.create_event()
+            event = self._api.create_event()
+        try:
+            self._api.record_event(event, stream)
+        except DeviceError:
+            self._free.append(event)
+            raise
+        return event
 
     def give(self, event: Event) -> None:
         """Take an event back; waits that were enqueued for it stay valid."""
@@ -107,11 +118,13 @@ class Lane:
         self._table_address: int | None = None
         self._tables: list[IntArray] = []
         if api.has_kernel:
-            self._table_address = api.alloc_host(_TABLE_COUNT * _TABLE_BYTES)
-            self._tables = [
-                table_at(self._table_address + i * _TABLE_BYTES, TABLE_ROWS)
-                for i in range(_TABLE_COUNT)
-            ]
+            try:
+                first = self._table_address = api.alloc_host(_TABLE_COUNT * _TABLE_BYTES)
+            except DeviceError:
+                api.destroy_stream(self._stream)
+                raise
+            addresses = range(first, first + _TABLE_COUNT * _TABLE_BYTES, _TABLE_BYTES)
+            self._tables = [table_at(address, TABLE_ROWS) for address in addresses]
         self._lock = threading.Lock()
         self._waiting: deque[LaneCopy] = deque()
         self._in_flight: deque[_Segment] = deque()
@@ -229,16 +242,22 @@ class Lane:
             except DeviceError as error:
                 self._fail(copy, calls.method.value, error)
         try:
-            event = self._events.take()
-            self._api.record_event(event, self._stream)
+            event = self._events.record(self._stream)
         except DeviceError as error:
-            # Without an event nothing tells when the calls end; but then the device is lost.
             self._fail(copy, "record", error)
-            self._lost.append(copy.copy_id)
+            self._end_without_event(copy)
+            if table is not None:
+                self._tables.append(table)
             return
         entry_count = calls.entry_count if calls is not None else 0
         self._entry_count += entry_count
         self._in_flight.append(_Segment(event, entry_count, table, copy, is_last=not copy.calls))
+
+    def _end_without_event(self, copy: LaneCopy) -> None:
+        # Nothing but waiting tells now when the accepted calls end; a lost device has ended them.
+        with suppress(DeviceError):
+            self._api.synchronize(self._stream)
+        self._lost.append(copy.copy_id)
 
     def _fail(self, copy: LaneCopy, what: str, error: DeviceError) -> None:
         _logger.error("copy failed: copy=%d call=%s cause=%s", copy.copy_id, what, error)

@@ -79,11 +79,13 @@ class FakeCuda:
         self.calls: list[str] = []
         """Names of the calls that enqueued work or changed memory, in order."""
         self.fail_calls: set[int] = set()
-        """Which copy or registration calls to refuse, counted from 0."""
+        """Which calls to refuse, counted from 0: those that enqueue, create, allocate or register."""
         self.busy = False
         """Refuse registrations as if a graph were being captured."""
         self.held: set[Stream] = set()
         """Streams that make no progress."""
+        self.fallible_count = 0
+        """How many such calls there have been."""
         self.depth_max = 0
         """The longest that a stream's queue of copies has been."""
         self._steps_per_query = steps_per_query
@@ -96,7 +98,6 @@ class FakeCuda:
         self._device = _Memory()
         self._registered = _Memory()
         self._handles = iter(range(1, 1 << 30))
-        self._fallible = 0
 
     def step(self) -> bool:
         """Do the next piece of work of some stream; False: none can go on."""
@@ -138,7 +139,7 @@ class FakeCuda:
 
     def create_stream(self) -> Stream:
         """Create a stream."""
-        with self._enter("create_stream"):
+        with self._enter("create_stream", fallible=True):
             stream = Stream(next(self._handles))
             self._queues[stream] = deque()
             self._depths[stream] = 0
@@ -157,7 +158,7 @@ class FakeCuda:
 
     def create_event(self) -> Event:
         """Create an event, complete."""
-        with self._enter("create_event"):
+        with self._enter("create_event", fallible=True):
             event = Event(next(self._handles))
             self._events[event] = _EventState()
             return event
@@ -169,7 +170,7 @@ class FakeCuda:
 
     def record_event(self, event: Event, stream: Stream) -> None:
         """Complete this recording when the stream gets there."""
-        with self._enter("record_event"):
+        with self._enter("record_event", fallible=True):
             state = self._events[event]
             state.recorded += 1
             recording = state.recorded
@@ -181,7 +182,7 @@ class FakeCuda:
 
     def wait_event(self, stream: Stream, event: Event) -> None:
         """Hold the stream back until the event's last recording is complete."""
-        with self._enter("wait_event"):
+        with self._enter("wait_event", fallible=True):
             recording = (event, self._events[event].recorded)
             self._queues[stream].append(_Work(waits_for=recording))
 
@@ -242,7 +243,7 @@ class FakeCuda:
 
     def alloc_host(self, size_bytes: int) -> int:
         """Allocate registered memory."""
-        with self._enter("alloc_host"):
+        with self._enter("alloc_host", fallible=True):
             return _keep(self._registered, np.zeros(size_bytes, np.uint8))
 
     def free_host(self, address: int) -> None:
@@ -252,7 +253,7 @@ class FakeCuda:
 
     def alloc_device(self, size_bytes: int) -> int:
         """Allocate device memory, full of the byte 0xA5."""
-        with self._enter("alloc_device"):
+        with self._enter("alloc_device", fallible=True):
             return _keep(self._device, np.full(size_bytes, 0xA5, np.uint8))
 
     def free_device(self, address: int) -> None:
@@ -292,8 +293,8 @@ class FakeCuda:
             if name:
                 self.calls.append(name)
             if fallible:
-                self._fallible += 1
-                if self._fallible - 1 in self.fail_calls:
+                self.fallible_count += 1
+                if self.fallible_count - 1 in self.fail_calls:
                     raise DeviceError(f"{name}: refused by the test")
         return self._lock
 
