@@ -7,12 +7,10 @@ from tierstore.testing.fake_cuda import FakeCuda
 
 NEVER_BYTES = 1 << 30
 
-BATCHES = GpuConfig(kernel_below_bytes=0, kernel_runs_min=1, pitched_from_bytes=NEVER_BYTES)
-KERNELS = GpuConfig(
-    kernel_below_bytes=NEVER_BYTES, kernel_runs_min=1, pitched_from_bytes=NEVER_BYTES
-)
-RECTANGLES = GpuConfig(kernel_below_bytes=0, kernel_runs_min=1, pitched_from_bytes=1)
-MIXED = GpuConfig(kernel_below_bytes=100, kernel_runs_min=2, pitched_from_bytes=128)
+BATCHES = GpuConfig(kernel_below_bytes=0, kernel_runs=1, pitched_from_bytes=NEVER_BYTES)
+KERNELS = GpuConfig(kernel_below_bytes=NEVER_BYTES, kernel_runs=1, pitched_from_bytes=NEVER_BYTES)
+RECTANGLES = GpuConfig(kernel_below_bytes=0, kernel_runs=1, pitched_from_bytes=1)
+MIXED = GpuConfig(kernel_below_bytes=100, kernel_runs=2, pitched_from_bytes=128)
 MEASURED = GpuConfig()
 
 

@@ -21,7 +21,7 @@ def exported_names(path: Path) -> list[str] | None:
 
 
 def defined_names(path: Path) -> set[str]:
-    """Public classes, functions and constants of a module; for a package, what it re-exports."""
+    """Public classes, functions and constants that a module defines itself."""
     names: set[str] = set()
     for node in tree_of(path).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -33,9 +33,18 @@ def defined_names(path: Path) -> set[str]:
                 for target in targets
                 if isinstance(target, ast.Name) and target.id.isupper()
             )
+    return {name for name in names if not name.startswith("_")}
+
+
+def bound_names(path: Path) -> set[str]:
+    """Aliases of types; and in a package, what it imports to offer it again."""
+    names: set[str] = set()
+    for node in tree_of(path).body:
+        if isinstance(node, ast.Assign):
+            names.update(target.id for target in node.targets if isinstance(target, ast.Name))
         elif isinstance(node, ast.ImportFrom) and path.name == "__init__.py":
             names.update(alias.asname or alias.name for alias in node.names)
-    return {name for name in names if not name.startswith("_")}
+    return names
 
 
 def by_kind(name: str) -> tuple[int, str]:
@@ -51,14 +60,7 @@ def test_all_is_sorted_and_exact(path: Path) -> None:
         return
     assert exported == sorted(exported, key=by_kind)
     assert defined <= set(exported)
-    bound = {
-        target.id
-        for node in tree_of(path).body
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    assert set(exported) <= defined | bound
+    assert set(exported) <= defined | bound_names(path)
 
 
 def test_the_package_offers_the_names_of_the_embedded_api() -> None:

@@ -9,9 +9,11 @@ import numpy.typing as npt
 from tierstore.layout import PAGE_BYTES
 from tierstore.transfer import IntArray
 
-__all__ = ["ByteArray", "adjacent_runs", "byte_rows"]
+__all__ = ["ByteArray", "Rows", "adjacent_runs", "byte_rows"]
 
 ByteArray = npt.NDArray[np.uint8]
+Rows = ByteArray | list[ByteArray]
+"""Chunks as rows of bytes: one array of shape (n, chunk_bytes), or n arrays."""
 
 
 def adjacent_runs(slots: IntArray, slot_bytes: int) -> list[tuple[int, int]]:
@@ -22,9 +24,7 @@ def adjacent_runs(slots: IntArray, slot_bytes: int) -> list[tuple[int, int]]:
     return list(pairwise([0, *cuts.tolist(), len(slots)]))
 
 
-def byte_rows(
-    array: object, count: int, chunk_bytes: int, *, writable: bool = False
-) -> list[ByteArray] | ByteArray:
+def byte_rows(array: object, count: int, chunk_bytes: int, *, writable: bool = False) -> Rows:
     """View the caller's chunks as rows of bytes, without a copy.
 
     Raises:

@@ -11,6 +11,7 @@
     |   +-- DeviceBusyError   only for now: a CUDA graph is being captured; try again later
     +-- CatalogError     the directory of a secondary tier cannot be opened or written
     +-- ClosedError      the object was used after `close`
+    +-- PromptError      a line of prompts for a warm-up is wrong; names the line and the remedy
     +-- MissingExtraError      an optional library is not installed; names the extra
 
 Expected refusals (cache full, key absent, queue full) are values, never exceptions.
@@ -28,6 +29,7 @@ __all__ = [
     "LayoutError",
     "ManifestError",
     "MissingExtraError",
+    "PromptError",
     "TierStoreError",
 ]
 
@@ -78,3 +80,7 @@ class ClosedError(TierStoreError):
 
 class MissingExtraError(TierStoreError):
     """An optional library is not installed; the message names the extra to install."""
+
+
+class PromptError(TierStoreError):
+    """A prompt for a warm-up is wrong; the message names the line and the remedy."""

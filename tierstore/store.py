@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from tierstore.arrays import ByteArray, adjacent_runs, byte_rows
+from tierstore.arrays import ByteArray, Rows, adjacent_runs, byte_rows
 from tierstore.clock import Clock, MonotonicClock
 from tierstore.config import StoreConfig, load_config
 from tierstore.errors import BackendError, ClosedError
@@ -168,6 +168,9 @@ class TierStore:
             for i in range(0, len(keys), per_batch):
                 indices = range(i, min(i + per_batch, len(keys)))
                 batch = self._start_get(group_idx, keys, indices)
+                if batch is None and in_flight:  # perhaps they hold the room that it needs
+                    self._finish_get(in_flight.pop(0), group_idx, rows, found)
+                    batch = self._start_get(group_idx, keys, indices)
                 if batch is not None:
                     in_flight.append(batch)
                 if len(in_flight) == _BATCHES_IN_FLIGHT:
@@ -269,24 +272,23 @@ class TierStore:
     ) -> None:
         self.close()
 
-    def _put_batch(
-        self, group_idx: int, keys: Sequence[OffloadKey], rows: Sequence[ByteArray] | ByteArray
-    ) -> int:
+    def _put_batch(self, group_idx: int, keys: Sequence[OffloadKey], rows: Rows) -> int:
         chunk_bytes = self._specs[group_idx].chunk_bytes
         need = len(keys) * chunk_bytes
-        self._settle(lambda: self._stack.write_queue_room_bytes() >= need, _STALL_SECONDS)
+        self._settle(
+            lambda: self._stack.write_queue_room_bytes() >= need or not self._stack.has_work(),
+            _STALL_SECONDS,
+        )
         self._settle(lambda: self._stack.demote_victims(group_idx, len(keys)) == 0, _STALL_SECONDS)
         reservation = self._stack.reserve_offload(group_idx, keys)
-        source = [rows[i] for i in reservation.indices]
-        if isinstance(rows, np.ndarray) and len(reservation.indices) == len(keys):
-            source = rows  # type: ignore[assignment]
+        is_whole = len(reservation.indices) == len(keys)
         for start, stop in adjacent_runs(reservation.slots, self._specs[group_idx].slot_bytes):
             target = self._slots(group_idx, int(reservation.slots[start]), stop - start)
-            if isinstance(source, np.ndarray):
-                target[:] = source[start:stop]
+            if is_whole and isinstance(rows, np.ndarray):
+                target[:] = rows[start:stop]
             else:
-                for row, chunk in zip(target, source[start:stop], strict=True):
-                    row[:] = chunk
+                for slot, i in zip(target, reservation.indices[start:stop], strict=True):
+                    slot[:] = rows[i]
         self._stack.finish_offload(reservation)
         self._pump()
         return sum(state >= ChunkState.RECORDED for state in self._stack.locate(keys))
@@ -311,9 +313,7 @@ class TierStore:
         )
         return batch
 
-    def _finish_get(
-        self, batch: _Batch, group_idx: int, out: Sequence[ByteArray], found: list[bool]
-    ) -> None:
+    def _finish_get(self, batch: _Batch, group_idx: int, out: Rows, found: list[bool]) -> None:
         self._settle(lambda: batch.done is not None, math.inf)
         assert batch.done is not None
         # The slots are pinned or still arriving, so their bytes stay in place until finish_load.
@@ -384,8 +384,9 @@ class TierStore:
 
     def _batch_chunks(self, group_idx: int) -> int:
         spec = self._specs[group_idx]
-        quarter = self._config.primary.capacity_bytes // 4
-        return max(1, min(_BATCH_BYTES, quarter) // spec.slot_bytes)
+        # Two batches of a get, or one of a put and the write-behind queue, fit into the tier.
+        share = self._config.primary.capacity_bytes // (4 * max(1, len(self._config.secondary)))
+        return max(1, min(_BATCH_BYTES, share) // spec.slot_bytes)
 
     def _check_open(self) -> None:
         if self._closed:

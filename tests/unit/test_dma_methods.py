@@ -29,20 +29,17 @@ def directed(steps, sizes) -> DirectedRuns:
 
 def rows_of(runs: DirectedRuns | Rectangles) -> list[tuple[int, int, int]]:
     if isinstance(runs, DirectedRuns):
-        return list(
-            zip(*(part.tolist() for part in (runs.targets, runs.sources, runs.sizes_bytes)))
+        parts = (runs.targets, runs.sources, runs.sizes_bytes)
+        return list(zip(*(part.tolist() for part in parts), strict=True))
+    return [
+        (
+            int(runs.targets[i] + row * runs.target_pitches_bytes[i]),
+            int(runs.sources[i] + row * runs.source_pitches_bytes[i]),
+            int(runs.widths_bytes[i]),
         )
-    rows = []
-    for i in range(len(runs)):
-        for row in range(int(runs.row_counts[i])):
-            rows.append(
-                (
-                    int(runs.targets[i] + row * runs.target_pitches_bytes[i]),
-                    int(runs.sources[i] + row * runs.source_pitches_bytes[i]),
-                    int(runs.widths_bytes[i]),
-                )
-            )
-    return rows
+        for i in range(len(runs))
+        for row in range(int(runs.row_counts[i]))
+    ]
 
 
 STEPS = st.sampled_from([(100, 64), (100, 100), (200, 64), (-300, 64), (64, 64)])
@@ -108,34 +105,30 @@ def methods_of(calls) -> dict[CopyMethod, int]:
 
 @given(
     st.lists(st.sampled_from([64, 4096, 65536]), max_size=30),
-    st.booleans(),
-    st.booleans(),
-    st.sampled_from([0, 4096, 65536]),
-    st.integers(1, 8),
-    st.sampled_from([None, 64, 4096]),
+    st.fixed_dictionaries(
+        {
+            "has_batch": st.booleans(),
+            "has_kernel": st.booleans(),
+            "kernel_below_bytes": st.sampled_from([0, 4096, 65536]),
+            "kernel_runs_min": st.integers(1, 8),
+            "pitched_from_bytes": st.sampled_from([None, 64, 4096]),
+        }
+    ),
     st.sampled_from(CopyDirection),
     st.data(),
 )
-def test_every_run_is_copied_once_in_the_right_direction(
-    sizes, has_batch, has_kernel, kernel_below, kernel_runs, pitched_from, direction, data
-) -> None:
+def test_every_run_is_copied_once_in_the_right_direction(sizes, options, direction, data) -> None:
     runs = copy_runs(sizes)
     flags = data.draw(st.lists(st.booleans(), min_size=len(sizes), max_size=len(sizes)))
     pinned = np.array(flags, bool) if data.draw(st.booleans()) else None
-    calls = selector(
-        has_batch=has_batch,
-        has_kernel=has_kernel,
-        kernel_below_bytes=kernel_below,
-        kernel_runs_min=kernel_runs,
-        pitched_from_bytes=pitched_from,
-    ).select(runs, pinned, direction)
+    calls = selector(**options).select(runs, pinned, direction)
     pairs = (runs.pool_addresses, runs.device_addresses)
     targets, sources = pairs if direction is CopyDirection.OFFLOAD else pairs[::-1]
     wanted = rows_of(DirectedRuns(targets, sources, runs.sizes_bytes))
     assert sorted(row for call in calls for row in rows_of(call.runs)) == sorted(wanted)
     methods = methods_of(calls)
-    assert has_batch or CopyMethod.BATCH not in methods
-    assert has_kernel or CopyMethod.KERNEL not in methods
+    assert options["has_batch"] or CopyMethod.BATCH not in methods
+    assert options["has_kernel"] or CopyMethod.KERNEL not in methods
     if pinned is not None:
         loose = {row for row, is_pinned in zip(wanted, flags, strict=True) if not is_pinned}
         for call in calls:

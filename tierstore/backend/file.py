@@ -27,7 +27,7 @@ from tierstore.backend.probe import probe
 from tierstore.backend.protocol import RecordIo
 from tierstore.backend.segment import Segment, SegmentFiles
 from tierstore.backend.syscall import SystemCalls
-from tierstore.config import IoMode
+from tierstore.config.model import IoMode
 from tierstore.errors import BackendError
 from tierstore.layout import PAGE_BYTES
 from tierstore.record import (

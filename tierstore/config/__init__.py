@@ -5,10 +5,12 @@ missing units and impossible pairs with a `ConfigError` that names the path of t
 nearest valid name.
 """
 
-from tierstore.config.loader import emit_json_schema, load_config
+from tierstore.config.loader import emit_json_schema, load_config, to_mapping
 from tierstore.config.model import (
+    Cascade,
     GpuConfig,
     IoConfig,
+    IoMode,
     OffloadConfig,
     PrimaryConfig,
     SecondaryConfig,
@@ -16,12 +18,15 @@ from tierstore.config.model import (
 )
 
 __all__ = [
+    "Cascade",
     "GpuConfig",
     "IoConfig",
+    "IoMode",
     "OffloadConfig",
     "PrimaryConfig",
     "SecondaryConfig",
     "StoreConfig",
     "emit_json_schema",
     "load_config",
+    "to_mapping",
 ]

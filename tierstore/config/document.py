@@ -168,7 +168,7 @@ class GpuSection(_Section):
         """Return the section as the rest of tierstore sees it."""
         return GpuConfig(
             kernel_below_bytes=self.kernel_below,
-            kernel_runs_min=self.kernel_runs,
+            kernel_runs=self.kernel_runs,
             pitched_from_bytes=self.pitched_from,
             kernel_sms=self.kernel_sms,
         )

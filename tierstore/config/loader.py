@@ -1,10 +1,11 @@
 """From a YAML file or a mapping to `StoreConfig`, or to a `ConfigError` that says what to write."""
 
+import dataclasses
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tierstore.config.model import SecondaryConfig, StoreConfig
 from tierstore.errors import ConfigError
@@ -12,7 +13,7 @@ from tierstore.errors import ConfigError
 if TYPE_CHECKING:
     from tierstore.config.document import Document
 
-__all__ = ["emit_json_schema", "load_config"]
+__all__ = ["emit_json_schema", "load_config", "to_mapping"]
 
 _SECONDARY_CAPACITY_BYTES_MIN = 8 << 20
 """A smaller tier would hold little more than its catalog."""
@@ -44,6 +45,27 @@ def emit_json_schema() -> str:
     from tierstore.config.document import json_schema
 
     return json.dumps(json_schema(), indent=2) + "\n"
+
+
+def to_mapping(config: StoreConfig) -> dict[str, Any]:
+    """Return the mapping that `load_config` reads as `config`."""
+    mapping: dict[str, Any] = _to_yaml("", dataclasses.asdict(config))[1]
+    for tier in mapping["secondary"]:
+        if tier["backend"] == "lmdb":
+            del tier["io"]["mode"]
+    return mapping
+
+
+def _to_yaml(name: str, value: Any) -> tuple[str, Any]:
+    if isinstance(value, dict):
+        return name, dict(_to_yaml(*item) for item in value.items() if item[1] is not None)
+    if isinstance(value, tuple):
+        return name, [_to_yaml("", item)[1] for item in value]
+    if name.endswith("_bytes"):
+        return name.removesuffix("_bytes"), f"{value}B"
+    if name.endswith("_seconds"):
+        return name.removesuffix("_seconds"), f"{value:f}s"
+    return name, str(value) if isinstance(value, Path) else value
 
 
 def _read(path: Path) -> object:

@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Literal
 
 __all__ = [
+    "Cascade",
     "GpuConfig",
     "IoConfig",
+    "IoMode",
     "OffloadConfig",
     "PrimaryConfig",
     "SecondaryConfig",
@@ -65,7 +67,7 @@ class GpuConfig:
 
     kernel_below_bytes: int | None = None
     """Smaller runs are gathered by a kernel; 0: none are."""
-    kernel_runs_min: int | None = None
+    kernel_runs: int | None = None
     """Fewer small runs than this are not worth a kernel."""
     pitched_from_bytes: int | None = None
     """Equally spaced rows of at least this size become one 2-D copy."""

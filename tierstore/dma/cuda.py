@@ -261,7 +261,7 @@ class CudaCopyEngine:
 
 def _thresholds(api: CudaApi, config: GpuConfig) -> dict[CopyDirection, Thresholds]:
     """Measure what the configuration leaves open."""
-    given = (config.kernel_below_bytes, config.kernel_runs_min, config.pitched_from_bytes)
+    given = (config.kernel_below_bytes, config.kernel_runs, config.pitched_from_bytes)
     measured = dict.fromkeys(CopyDirection, _UNMEASURED)
     if None in given:
         try:
@@ -271,7 +271,7 @@ def _thresholds(api: CudaApi, config: GpuConfig) -> dict[CopyDirection, Threshol
     return {
         direction: Thresholds(
             kernel_below_bytes=_or(config.kernel_below_bytes, found.kernel_below_bytes),
-            kernel_runs_min=_or(config.kernel_runs_min, found.kernel_runs_min),
+            kernel_runs_min=_or(config.kernel_runs, found.kernel_runs_min),
             pitched_from_bytes=found.pitched_from_bytes
             if config.pitched_from_bytes is None
             else config.pitched_from_bytes,

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
-from tierstore.backend.opening import open_backend
 from tierstore.backend.protocol import Backend
 from tierstore.clock import Clock, MonotonicClock
 from tierstore.config import StoreConfig
 from tierstore.dma.opening import is_cuda, open_copy_engine
 from tierstore.dma.pinning import PIN_TASKS
 from tierstore.dma.protocol import CopyEngine, CopyId
-from tierstore.errors import BackendError, DeviceError, LayoutError
+from tierstore.errors import DeviceError, LayoutError
 from tierstore.executor.job import Job, PartIndex, RecordSpan, split_batches
 from tierstore.executor.tier_io import TierIo
 from tierstore.io_pool import IoPool
@@ -132,11 +131,8 @@ class TransferExecutor:
             if pin_threads is not None:
                 pin_threads.open()
         tiers = [
-            TierIo(tier, open_backend(tier, manifest, rank=rank, rank_count=rank_count))
-            for tier in config.secondary
+            TierIo(tier, manifest, rank=rank, rank_count=rank_count) for tier in config.secondary
         ]
-        for tier in tiers:
-            tier.open()
         return cls(
             manifest=manifest,
             pool=pool,
@@ -376,12 +372,7 @@ class TransferExecutor:
         )
         try:
             assert tier.backend is not None
-            written = tier.backend.write(span.records(self._pool.array.data, self._slot_bytes))
-            if tier.config.io.durable:
-                tier.backend.sync()
-            failed = written
-        except BackendError as error:
-            _logger.error("sync failed: tier=%s cause=%s", tier.config.name, error)
+            failed = tier.backend.write(span.records(self._pool.array.data, self._slot_bytes))
         finally:
             self._end_task(job, span, failed)
 

@@ -28,7 +28,14 @@ from tierstore.layout import (
 )
 from tierstore.memory import HostPool
 
-__all__ = ["CopyConformance", "DeviceMemory", "HostMemory", "make_caches"]
+__all__ = [
+    "BLOCK_COUNT",
+    "SLOT_COUNT",
+    "CopyConformance",
+    "DeviceMemory",
+    "HostMemory",
+    "make_caches",
+]
 
 BLOCK_COUNT = 16
 SLOT_COUNT = 8
@@ -134,7 +141,7 @@ class CopyConformance(ABC):
 
         engine.submit_offload(CopyId(1), 0, chunks, slots)
         _wait(engine, {CopyId(1)})
-        spoilt = before ^ 0xFF
+        spoilt = before ^ np.uint8(0xFF)
         memory.write(spoilt)
         engine.submit_load(CopyId(2), 0, chunks, slots)
         _wait(engine, {CopyId(2)})

@@ -79,7 +79,7 @@ class FakeCuda:
         self.calls: list[str] = []
         """Names of the calls that enqueued work or changed memory, in order."""
         self.fail_calls: set[int] = set()
-        """Which calls to refuse, counted from 0: those that enqueue, create, allocate or register."""
+        """Which calls to refuse, counted from 0, of those that enqueue, create, or take memory."""
         self.busy = False
         """Refuse registrations as if a graph were being captured."""
         self.held: set[Stream] = set()

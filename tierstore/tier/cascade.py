@@ -58,13 +58,19 @@ class Cascade:
         primary: PrimaryTier,
         secondary: SecondaryTier,
         counters: Counters,
+        queue_bytes_max: int,
     ) -> None:
+        """Share the tiers with the stack.
+
+        `queue_bytes_max` bounds what this tier pins in the primary tier for its write-behind.
+        """
         self._tier_idx = tier_idx
         self._config = config
         self._groups = groups
         self._primary = primary
         self._secondary = secondary
         self._counters = counters
+        self._queue_bytes_max = queue_bytes_max
         self._tickets = itertools.count(1)
         self._waiting: dict[int, _Waiting] = {}
         self._writing: dict[JobId, _Writing] = {}
@@ -128,7 +134,7 @@ class Cascade:
         """Return how much more may be queued before demotes are dropped."""
         if self._config.cascade != "write_through":
             return 1 << 62
-        return self._config.io.write_queue_bytes - self._queued_bytes
+        return self._queue_bytes_max - self._queued_bytes
 
     def count_promoted(self, chunk_count: int, chunk_bytes: int) -> None:
         """Count chunks that were read from this tier."""
@@ -210,7 +216,7 @@ class Cascade:
 
     def _request(self, group_idx: int, keys: Sequence[OffloadKey]) -> None:
         chunk_bytes = self._groups[group_idx].chunk_bytes
-        room = max(0, self._config.io.write_queue_bytes - self._queued_bytes) // chunk_bytes
+        room = max(0, self._queue_bytes_max - self._queued_bytes) // chunk_bytes
         if not self.records_victims:  # victims are asked for again until they are recorded
             self._drop(max(0, len(keys) - room), "queue_full")
         keys = tuple(keys[:room])

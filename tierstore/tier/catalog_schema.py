@@ -12,14 +12,14 @@ Integers in values are little-endian; keys are big-endian, so that their order i
 """
 
 import struct
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from tierstore.errors import CatalogError
-from tierstore.lmdb_env import Database, LmdbEnv
+from tierstore.lmdb_env import LmdbEnv
 from tierstore.record import PLACE_DTYPE
 
 __all__ = [
@@ -88,10 +88,6 @@ class Databases:
         self.segments = env.database(b"segments")
         self.pending = env.database(b"pending")
 
-    def all(self) -> dict[str, Database]:
-        """Return the handles by name."""
-        return dict(vars(self))
-
 
 class _Row:
     """A row of unsigned integers in the order of its fields."""
@@ -109,7 +105,7 @@ class _Row:
         return cls(*cls._LAYOUT.unpack(value))
 
     def pack(self) -> bytes:
-        return self._LAYOUT.pack(*astuple(self))  # type: ignore[call-overload]
+        return self._LAYOUT.pack(*map(self.__getattribute__, self.__match_args__))  # type: ignore[attr-defined]
 
 
 @dataclass(slots=True)

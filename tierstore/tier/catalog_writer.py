@@ -38,7 +38,7 @@ _logger = logging.getLogger(__name__)
 _BATCH_KEYS_MAX = 4096
 _WAITING_MAX = 1024
 _SYNC_SECONDS = 5.0
-_RELIEF_COUNT = 32
+_RELIEF_STEP = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,15 +308,23 @@ class CatalogWriter:
             work.evict(0, excess)
 
     def _relieve(self) -> None:
-        """Shrink a catalog whose map is full, in transactions that need few pages."""
+        """Shrink a catalog whose map is full, in transactions that need few pages.
+
+        The catalog is kept below the size that failed from now on.
+        """
         self._catalog.forget_dead_readers()
-        for _ in range(_RELIEF_COUNT):
+        evicted_count, wanted_count = 0, 1
+        while evicted_count < wanted_count:
             with self._catalog.transaction(self._pins) as work:
-                work.evict(0, _RELIEF_COUNT)
+                wanted_count = wanted_count if evicted_count else work.record_count() // 8
+                step_count = work.evict(0, _RELIEF_STEP)
                 self._record_count_max = max(1, min(self._record_count_max, work.record_count()))
                 freed = work.space.emit()
             if freed:
                 self.events.append(_freed(freed))
+            if not step_count:
+                return
+            evicted_count += step_count
 
     def _forget(self, operation: ForgetNamespace) -> None:
         for ticket in self._tickets.values():

@@ -87,6 +87,8 @@ class TierStack:
             for secondary in secondaries:
                 secondary.close()
             raise
+        # Write-behind pins chunks: half of the primary tier always stays free for the engine.
+        share_bytes = config.primary.capacity_bytes // (2 * max(1, len(config.secondary)))
         cascades = [
             Cascade(
                 tier_idx=tier_idx,
@@ -95,6 +97,7 @@ class TierStack:
                 primary=primary,
                 secondary=secondary,
                 counters=counters,
+                queue_bytes_max=min(tier.io.write_queue_bytes, share_bytes),
             )
             for tier_idx, (tier, secondary) in enumerate(
                 zip(config.secondary, secondaries, strict=True)
@@ -323,7 +326,7 @@ class TierStack:
         self._doomed.update(self._primary.clear())
         self._doomed.update(self._primary.arriving)
         for secondary in self._secondaries:
-            secondary.clear()
+            secondary.forget_namespace()
 
     def check(self) -> list[str]:
         """Verify the invariants of all tiers; return the violations in words (empty: sound)."""

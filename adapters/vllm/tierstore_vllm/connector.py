@@ -1,0 +1,312 @@
+"""`TierStoreConnector`: vLLM's hooks on one side, the two halves on the other.
+
+vLLM makes one connector in each worker and one beside the scheduler, perhaps in the same process;
+they share nothing but messages. The hooks only pass on. What a half raises ends here: it is logged
+once, the half is given up, and the engine computes what it would have computed without a cache.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from tierstore.config import StoreConfig, load_config
+from tierstore.errors import ConfigError, TierStoreError
+from tierstore.manifest import Manifest
+from tierstore_vllm.identity import check_block_hashes
+from tierstore_vllm.layout import describe_engine
+from tierstore_vllm.messages import StepMetadata, WorkerHello, WorkerReport
+from tierstore_vllm.scheduler import SchedulerHalf
+from tierstore_vllm.stats import TierStorePromMetrics, TierStoreStats
+from tierstore_vllm.worker import WorkerHalf
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+__all__ = ["TierStoreConnector"]
+
+_logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+_CONFIG_KEY = "tierstore.config"
+
+
+class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
+    """Keeps vLLM's KV blocks in host memory and on disk."""
+
+    def __init__(
+        self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
+    ) -> None:
+        """Read the configuration; both roles do, since they may be different processes.
+
+        Raises:
+            ConfigError: the configuration cannot work; the message says what to change.
+        """
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._config = _load_store_config(vllm_config)
+        check_block_hashes(vllm_config, self._config)
+        self._worker: WorkerHalf | None = None
+        self._scheduler: SchedulerHalf | None = None
+        self._waiting: set[str] = set()
+        """Requests whose load vLLM waits for and the worker has not been told of yet."""
+        if role is KVConnectorRole.WORKER:
+            self._worker = WorkerHalf(vllm_config, kv_cache_config, self._config)
+
+    # Class level: what vLLM asks before it builds anything.
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str:
+        """Prefer pages that are one contiguous run per layer; vLLM may decide otherwise."""
+        return "HND"
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Say no: nothing happens inside the forward pass."""
+        return False
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TierStoreStats:
+        """Wrap sums that came from another process."""
+        return TierStoreStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> TierStorePromMetrics:
+        """Register the Prometheus counters."""
+        return TierStorePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Say no: a chunk that was not offloaded is a later miss, nothing worse."""
+        return False
+
+    # Worker role.
+
+    def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
+        """Describe the KV caches and open this rank's data plane.
+
+        Raises:
+            ConfigError: the configuration cannot work; the message says what to change.
+        """
+        self._worker_half.register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
+        """Tell the scheduler's connector whose bytes this rank holds."""
+        return self._worker_half.hello
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Wait for offloads that read blocks which this step writes."""
+        self._worker_half.fence(_step(kv_connector_metadata))
+
+    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
+        """Start loads, demotes and releases."""
+        self._worker_half.start_transfers(_step(self._get_connector_metadata()))
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Do nothing: requests run only after their loads are complete."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: "torch.Tensor", attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Do nothing: blocks are offloaded after the forward pass."""
+
+    def wait_for_save(self) -> None:
+        """Start the offloads of blocks that this step fills; does not wait for them."""
+        self._worker_half.start_offloads(_step(self._get_connector_metadata()))
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Name the requests whose loads have ended since the last call."""
+        return self._worker_half.take_results()
+
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        """Return the answers to the scheduler's commands."""
+        return self._worker_half.take_report()
+
+    def unregister_kv_caches(self) -> None:
+        """Finish what reads or writes the KV caches before they are unmapped."""
+        self._worker_half.suspend()
+
+    # Scheduler role.
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Adopt what the workers hold, and open the control plane.
+
+        Raises:
+            ConfigError: the configuration cannot work; the message says what to change.
+        """
+        hellos = [hello for _, hello in sorted(metadata.items()) if isinstance(hello, WorkerHello)]
+        refusal, manifest = _agree(hellos)
+        if manifest is not None:
+            try:
+                shape = describe_engine(self._vllm_config, self._kv_cache_config)
+                self._scheduler = SchedulerHalf.open(self._config, manifest, shape)
+            except ConfigError:
+                raise
+            except TierStoreError as error:
+                refusal = str(error)
+        if refusal:
+            _logger.warning("tierstore caches nothing: cause=%s", refusal)
+
+    def on_new_request(self, request: "Request") -> None:
+        """Start looking for a request's chunks."""
+        self._ask("on_new_request", lambda half: half.on_new_request(request), None)
+
+    def get_num_new_matched_tokens(
+        self, request: "Request", num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Say how many tokens can be loaded beyond the local ones."""
+        return self._ask(
+            "get_num_new_matched_tokens",
+            lambda half: half.get_num_new_matched_tokens(request, num_computed_tokens),
+            (0, False),
+        )
+
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+    ) -> None:
+        """Plan the load into the blocks that were allocated for it."""
+        if num_external_tokens:
+            self._waiting.add(request.request_id)
+        self._ask(
+            "update_state_after_alloc",
+            lambda half: half.update_state_after_alloc(request, blocks, num_external_tokens),
+            None,
+        )
+
+    def get_external_cache_hit_sources(
+        self, request: "Request", num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        """Split loaded tokens into those from host memory and those from disk."""
+        return self._ask(
+            "get_external_cache_hit_sources",
+            lambda half: half.get_external_cache_hit_sources(request, num_external_tokens),
+            {CacheHitSource.EXTERNAL_UNSPECIFIED: num_external_tokens},
+        )
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepMetadata:
+        """Plan this step's transfers."""
+        step = self._ask(
+            "build_connector_meta", lambda half: half.build_connector_meta(scheduler_output), None
+        )
+        if step is None:
+            # Without a planner nobody else would ever end the wait of these requests.
+            step = StepMetadata(failed_requests=tuple(self._waiting))
+            self._waiting.clear()
+        self._waiting.difference_update(step.load_requests.values(), step.failed_requests)
+        return step
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        """Take the workers' answers."""
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport):
+            self._ask("update_connector_output", lambda half: half.take_report(report), None)
+
+    def request_finished(
+        self, request: "Request", block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Forget a request; its blocks may be freed at once."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Forget a request; its blocks may be freed at once, a fence guards those being read."""
+        self._ask("request_finished", lambda half: half.request_finished(request), None)
+        return False, None
+
+    def has_pending_push_work(self) -> bool:
+        """Keep the engine stepping while answers are outstanding."""
+        return self._ask("has_pending_push_work", lambda half: half.has_work(), False)
+
+    def reset_cache(self) -> bool:
+        """Forget all cached chunks."""
+        return self._ask("reset_cache", lambda half: half.reset_cache(), True)
+
+    # Both roles.
+
+    def get_kv_connector_stats(self) -> TierStoreStats | None:
+        """Return what was counted since the last call."""
+        if self._worker is not None:
+            return self._worker.take_stats()
+        return self._ask("get_kv_connector_stats", lambda half: half.take_stats(), None)
+
+    def shutdown(self) -> None:
+        """Finish what was accepted and close; idempotent."""
+        if self._worker is not None:
+            self._worker.close()
+        self._ask("shutdown", lambda half: half.close(), None)
+        self._scheduler = None
+
+    @property
+    def _worker_half(self) -> WorkerHalf:
+        assert self._worker is not None, "a worker hook was called on the scheduler's connector"
+        return self._worker
+
+    def _ask(self, hook: str, call: Callable[[SchedulerHalf], Result], without: Result) -> Result:
+        """Return what the scheduler half says, or `without` where there is none any more."""
+        if self._scheduler is None:
+            return without
+        try:
+            return call(self._scheduler)
+        except Exception:  # the outermost frame below the engine
+            _logger.exception("planner failed, tierstore caches nothing from now on: hook=%s", hook)
+            self._scheduler = None
+            return without
+
+
+def _load_store_config(vllm_config: "VllmConfig") -> StoreConfig:
+    """Load the one key that `kv_connector_extra_config` has."""
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    unknown = sorted(name for name in extra if name.startswith("tierstore") and name != _CONFIG_KEY)
+    if unknown or _CONFIG_KEY not in extra:
+        raise ConfigError(
+            f"kv_connector_extra_config: expected the key {_CONFIG_KEY!r} with the path of a YAML "
+            f"file or the same mapping inline, got {unknown or sorted(extra)}"
+        )
+    return load_config(extra[_CONFIG_KEY])
+
+
+def _step(metadata: KVConnectorMetadata) -> StepMetadata:
+    assert isinstance(metadata, StepMetadata), type(metadata)
+    return metadata
+
+
+def _agree(hellos: Iterable[WorkerHello]) -> tuple[str, Manifest | None]:
+    """Find the manifest that holds for all ranks, or say why there is none.
+
+    Ranks may name their layers differently (pipeline stages), but one decision serves all of them
+    only if their chunks are alike.
+    """
+    manifest: Manifest | None = None
+    for hello in hellos:
+        if hello.manifest is None:
+            return hello.refusal, None
+        if manifest is None:
+            manifest = hello.manifest
+        elif manifest.group_specs() != hello.manifest.group_specs():
+            return "the ranks' KV caches differ in their chunks", None
+    return ("" if manifest else "no worker described its KV caches"), manifest

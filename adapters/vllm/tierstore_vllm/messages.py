@@ -1,0 +1,141 @@
+"""What the two halves of the connector tell each other.
+
+    worker -> scheduler, once        WorkerHello    whose bytes these are
+    scheduler -> worker, every step  StepMetadata   commands, and the requests that wait for loads
+    worker -> scheduler, every step  WorkerReport   answers, merged over the ranks by vLLM
+
+All of them are pickled by vLLM, so they hold plain data and stay small.
+"""
+
+from dataclasses import dataclass, field
+from typing import Self
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from tierstore.manifest import Manifest
+from tierstore.transfer import FailureReason, JobId, StepPlan, TransferDone
+
+__all__ = ["RankAnswer", "RankTally", "StepMetadata", "WorkerHello", "WorkerReport"]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerHello(KVConnectorHandshakeMetadata):
+    """One rank's description of its KV caches.
+
+    Only the worker sees the real strides, and with per-layer specs only the worker knows the page
+    of every layer; so the manifest is made there and the scheduler adopts it.
+    """
+
+    manifest: Manifest | None
+    """None: this rank caches nothing."""
+    refusal: str = ""
+    """Why not, for the scheduler's log."""
+
+
+@dataclass(slots=True)
+class StepMetadata(KVConnectorMetadata):
+    """One engine step's work for every rank. Empty in most steps, never None."""
+
+    plan: StepPlan = field(default_factory=StepPlan)
+    load_requests: dict[JobId, str] = field(default_factory=dict)
+    """The request that waits for each `Load` of the plan."""
+    failed_requests: tuple[str, ...] = ()
+    """Requests whose load was announced to vLLM but could not be planned. The worker reports them
+    as finished and failed, which makes vLLM compute them."""
+
+
+@dataclass(slots=True)
+class RankAnswer:
+    """What ranks have said about one job.
+
+    A rank answers once, or twice if reads of a load missed their deadline (see `TransferDone`):
+    first that they are late, and when they have settled how they ended.
+    """
+
+    answered_count: int
+    """Ranks that have answered at least once."""
+    settled_count: int
+    """Ranks that have nothing more to say."""
+    ok: bool
+    failed: dict[int, FailureReason]
+    """What failed for good on any rank."""
+    late: dict[int, FailureReason]
+    """What was late on any rank."""
+
+    @classmethod
+    def of(cls, done: TransferDone, *, again: bool) -> Self:
+        """Wrap one answer of one rank; `again` if the rank has answered before."""
+        late = {i: why for i, why in done.failed.items() if why is FailureReason.DEADLINE}
+        return cls(
+            answered_count=0 if again else 1,
+            settled_count=0 if late else 1,
+            ok=done.ok,
+            failed={i: why for i, why in done.failed.items() if i not in late},
+            late=late,
+        )
+
+    def merge(self, other: Self) -> None:
+        """Add what other ranks, or the same rank later, have said."""
+        self.answered_count += other.answered_count
+        self.settled_count += other.settled_count
+        self.ok = self.ok and other.ok
+        self.failed = other.failed | self.failed
+        self.late = other.late | self.late
+
+
+@dataclass(slots=True)
+class WorkerReport(KVConnectorWorkerMetadata):
+    """The answers of one step, of one rank or merged over several."""
+
+    answers: dict[JobId, RankAnswer] = field(default_factory=dict)
+
+    def add(self, job_id: JobId, answer: RankAnswer) -> None:
+        """Merge what was said about one job."""
+        known = self.answers.setdefault(job_id, answer)
+        if known is not answer:
+            known.merge(answer)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
+        """Merge another rank's report of the same step into this one."""
+        assert isinstance(other, WorkerReport), type(other)
+        for job_id, answer in other.answers.items():
+            self.add(job_id, answer)
+        return self
+
+
+class RankTally:
+    """Collects reports over steps until every rank has answered (scheduler side).
+
+    Ranks answer in different steps. Holds one small object per job that some ranks still work on.
+    """
+
+    def __init__(self, rank_count: int) -> None:
+        self._rank_count = rank_count
+        self._open = WorkerReport()
+        self._late: set[JobId] = set()
+        """Jobs whose first answer was given out."""
+
+    def add(self, report: WorkerReport) -> list[TransferDone]:
+        """Add one step's report; return the answers that now hold for all ranks.
+
+        A job is answered once, or twice if it was late on some rank: first when every rank has
+        answered, then when every rank has settled.
+        """
+        self._open.aggregate(report)
+        dones = []
+        for job_id in report.answers:
+            total = self._open.answers[job_id]
+            if total.settled_count == self._rank_count:
+                dones.append(TransferDone(job_id=job_id, ok=total.ok, failed=total.failed))
+                del self._open.answers[job_id]
+                self._late.discard(job_id)
+            elif total.answered_count == self._rank_count and job_id not in self._late:
+                # A slot that some rank still reads into is late, whatever the others say of it.
+                failed = total.failed | total.late
+                dones.append(TransferDone(job_id=job_id, ok=False, failed=failed))
+                self._late.add(job_id)
+        return dones

@@ -1,0 +1,248 @@
+"""The scheduler half: vLLM's scheduler hooks in the planner's words.
+
+    on_new_request               add_request
+    get_num_new_matched_tokens   match             pins nothing, may be asked every step
+    update_state_after_alloc     begin_load        pins what the promised hit needs
+    build_connector_meta         plan_step         every step, empty ones too
+    take_report                  complete
+    request_finished             finish_request
+
+No hook raises. A request whose hook failed is computed without the cache; after a few failures, or
+one that leaves doubt about what was planned, all requests are. What was promised to vLLM is always
+kept: a request that waits for a load is in the next step's metadata, with its load or as failed.
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from tierstore.config import StoreConfig
+from tierstore.manifest import Manifest
+from tierstore.metrics import Counters
+from tierstore.planner import HitSplit, LoadTarget, OffloadPlanner, PlannedStep
+from tierstore.tier.stack import TierStack
+from tierstore.transfer import StepPlan
+from tierstore_vllm.layout import EngineShape
+from tierstore_vllm.messages import RankTally, StepMetadata, WorkerReport
+from tierstore_vllm.stats import StatsSource, TierStoreStats
+from tierstore_vllm.step import StepReader
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+__all__ = ["SchedulerHalf"]
+
+_logger = logging.getLogger(__name__)
+
+_FAILURE_COUNT_MAX = 8
+"""Failed hooks of single requests after which nothing is cached any more."""
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+
+def _guarded(without: object, *, is_fatal: bool) -> Callable[[Hook], Hook]:
+    """Answer `without` where a hook fails or the half has given up; never raise into the engine."""
+
+    def decorate(hook: Hook) -> Hook:
+        @functools.wraps(hook)
+        def guarded(self: "SchedulerHalf", *args: object) -> object:
+            if self.has_given_up:
+                return without
+            try:
+                return hook(self, *args)
+            except Exception as error:  # noqa: BLE001 - the outermost frame below the engine
+                self.note_failure(hook.__name__, error, is_fatal=is_fatal)
+                return without
+
+        return cast("Hook", guarded)
+
+    return decorate
+
+
+@dataclass(slots=True)
+class _Question:
+    """What a request was last asked about, for the load that may follow."""
+
+    local_tokens: int
+    split: HitSplit | None = None
+
+
+class SchedulerHalf:
+    """The control plane behind vLLM's scheduler hooks. One thread."""
+
+    def __init__(
+        self,
+        stack: TierStack,
+        manifest: Manifest,
+        shape: EngineShape,
+        counters: Counters,
+        *,
+        offload_decode: bool = True,
+    ) -> None:
+        """Take over open tiers; `close` closes them."""
+        self._stack = stack
+        self._stats = StatsSource(counters)
+        self._tally = RankTally(shape.rank_count)
+        self._groups = manifest.group_specs()
+        self._planner = OffloadPlanner(
+            self._groups,
+            manifest.namespace,
+            stack,
+            hash_tokens=shape.hash_block_tokens,
+            counters=counters,
+            alignment_tokens=shape.alignment_tokens,
+        )
+        self._requests: dict[str, Request] = {}
+        self._questions: dict[str, _Question] = {}
+        self._promised: set[str] = set()
+        """Requests that wait for a load of which no worker was told yet."""
+        self._reader = StepReader(self._requests, self._planner.completes_chunk, offload_decode)
+        self._failure_count = 0
+        self._failure_causes: set[tuple[str, str]] = set()
+        self.has_given_up = False
+
+    @classmethod
+    def open(cls, config: StoreConfig, manifest: Manifest, shape: EngineShape) -> Self:
+        """Open the tiers of the engine whose ranks agreed on `manifest`.
+
+        Raises:
+            ConfigError: a capacity is too small.
+            CatalogError, ManifestError: a secondary tier cannot be opened.
+        """
+        counters = Counters()
+        stack = TierStack.open(config, manifest, rank_count=shape.rank_count, counters=counters)
+        return cls(stack, manifest, shape, counters, offload_decode=config.offload.decode)
+
+    @_guarded(None, is_fatal=False)
+    def on_new_request(self, request: "Request") -> None:
+        """Get to know a request."""
+        self._requests[request.request_id] = request
+        self._planner.add_request(request.request_id, request.block_hashes)
+
+    @_guarded((0, False), is_fatal=False)
+    def get_num_new_matched_tokens(
+        self, request: "Request", local_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Say how many tokens beyond the local ones can be loaded; None: ask again."""
+        if request.skip_reading_prefix_cache:
+            return 0, False
+        answer = self._planner.match(request.request_id, local_tokens, request.num_tokens)
+        if answer.ask_again:
+            return None, False
+        self._questions[request.request_id] = _Question(local_tokens)
+        return answer.token_count, answer.token_count > 0
+
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int
+    ) -> None:
+        """Plan the load of a hit that vLLM accepted; does nothing where nothing is loaded."""
+        if external_tokens > 0:
+            self._promised.add(request.request_id)
+            self._begin_load(request, blocks, external_tokens)
+
+    @_guarded(None, is_fatal=True)
+    def _begin_load(
+        self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int
+    ) -> None:
+        question = self._questions[request.request_id]
+        fresh: dict[int, list[int]] = {}
+        for spec in self._groups:
+            first = question.local_tokens // spec.tokens_per_block
+            end = -(-(question.local_tokens + external_tokens) // spec.tokens_per_block)
+            # A block with a hash is shared with others and holds its bytes already.
+            fresh[spec.group_idx] = [
+                0 if block.block_hash is not None else block.block_id
+                for block in blocks.blocks[spec.group_idx][first:end]
+            ]
+        hit_tokens = question.local_tokens + external_tokens
+        question.split = self._planner.begin_load(
+            request.request_id, LoadTarget(question.local_tokens, hit_tokens, fresh)
+        )
+
+    @_guarded({}, is_fatal=False)
+    def get_external_cache_hit_sources(
+        self, request: "Request", external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        """Split the tokens of the load that was just planned by where they come from."""
+        question = self._questions.get(request.request_id)
+        disk_tokens = question.split.secondary_tokens if question and question.split else 0
+        disk_tokens = min(disk_tokens, external_tokens)
+        sources = {
+            CacheHitSource.HOST: external_tokens - disk_tokens,
+            CacheHitSource.DISK: disk_tokens,
+        }
+        return {source: count for source, count in sources.items() if count}
+
+    def build_connector_meta(self, output: "SchedulerOutput") -> StepMetadata:
+        """Plan the transfers around this step."""
+        planned = self._plan(output)
+        failed = self._promised.union(planned.failed_requests)
+        failed.difference_update(planned.load_requests.values())
+        self._promised.clear()
+        return StepMetadata(planned.plan, planned.load_requests, tuple(failed))
+
+    @_guarded(PlannedStep(StepPlan()), is_fatal=True)
+    def _plan(self, output: "SchedulerOutput") -> PlannedStep:
+        return self._planner.plan_step(self._reader.read(output))
+
+    @_guarded(None, is_fatal=True)
+    def take_report(self, report: WorkerReport) -> None:
+        """Take the workers' answers; publish what all ranks have."""
+        for done in self._tally.add(report):
+            self._planner.complete(done)
+
+    @_guarded(None, is_fatal=False)
+    def request_finished(self, request: "Request") -> None:
+        """Forget a request; its blocks may be freed at once, fences guard those being read."""
+        self._requests.pop(request.request_id, None)
+        self._questions.pop(request.request_id, None)
+        self._planner.finish_request(request.request_id)
+
+    @_guarded(False, is_fatal=True)
+    def has_work(self) -> bool:
+        """Say whether the engine should go on stepping without a request."""
+        return self._planner.has_work()
+
+    @_guarded(True, is_fatal=True)
+    def reset_cache(self) -> bool:
+        """Forget all cached chunks."""
+        self._planner.reset()
+        return True
+
+    @_guarded(None, is_fatal=False)
+    def take_stats(self) -> TierStoreStats | None:
+        """Return what was counted since the last call."""
+        return self._stats.take()
+
+    def check(self) -> list[str]:
+        """Return what leaks or contradicts itself, in words (empty: sound)."""
+        return self._planner.check() + self._stack.check()
+
+    def close(self) -> None:
+        """Close the tiers; idempotent."""
+        self.has_given_up = True
+        try:
+            self._stack.close()
+        except Exception:
+            _logger.exception("tiers could not be closed")
+
+    def note_failure(self, hook: str, error: Exception, *, is_fatal: bool) -> None:
+        """Log a cause once; give up when planning is in doubt or failures repeat.
+
+        Having given up, no offload is published and no load is planned any more, so that blocks
+        without a fence can do no harm.
+        """
+        cause = (hook, type(error).__name__)
+        if cause not in self._failure_causes:
+            self._failure_causes.add(cause)
+            _logger.error("scheduler hook failed: hook=%s cause=%s", *cause, exc_info=error)
+        self._failure_count += 1
+        if is_fatal or self._failure_count >= _FAILURE_COUNT_MAX:
+            self.has_given_up = True
+            _logger.error("tierstore caches nothing from now on: failures=%d", self._failure_count)

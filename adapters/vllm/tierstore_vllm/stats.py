@@ -1,0 +1,96 @@
+"""tierstore's counters as vLLM's connector statistics: log line and Prometheus."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+from tierstore.metrics import Counters, Metric
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from prometheus_client import Counter
+
+__all__ = ["StatsSource", "TierStorePromMetrics", "TierStoreStats"]
+
+
+@dataclass
+class TierStoreStats(KVConnectorStats):
+    """What was counted since the last report, by `name` or `name{label="value"}`."""
+
+    def reset(self) -> None:
+        """Forget all sums."""
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> "TierStoreStats":
+        """Add the sums of another rank, of the scheduler, or of a later step."""
+        for name, amount in other.data.items():
+            self.data[name] = self.data.get(name, 0) + amount
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return the sums for the log line."""
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        """Say whether nothing was counted."""
+        return not self.data
+
+
+class StatsSource:
+    """Turns running sums into sums per report."""
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self._reported: Mapping[str, float] = {}
+
+    def take(self) -> TierStoreStats | None:
+        """Return what was counted since the last call; None when nothing was."""
+        sums = self._counters.snapshot()
+        if sums == self._reported:
+            return None
+        before, self._reported = self._reported, sums
+        return TierStoreStats(
+            data={
+                name: amount - before.get(name, 0)
+                for name, amount in sums.items()
+                if amount != before.get(name, 0)
+            }
+        )
+
+
+class TierStorePromMetrics(KVConnectorPromMetrics):
+    """One Prometheus counter `vllm:tierstore_<name>` per row of the metric table."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._families: dict[str, Counter] = {
+            metric.metric_name: self._counter_cls(
+                name=f"vllm:tierstore_{metric.metric_name}",
+                documentation=metric.help_text,
+                labelnames=[*labelnames, *([metric.label] if metric.label else [])],
+            )
+            for metric in Metric
+            if metric.kind == "counter"
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add one report of an engine."""
+        for key, amount in transfer_stats_data.items():
+            name, _, label = key.partition("{")
+            family = self._families.get(name)
+            if family is not None:
+                values = [*self.per_engine_labelvalues[engine_idx]]
+                if label:
+                    values.append(label.split('"')[1])
+                family.labels(*values).inc(amount)

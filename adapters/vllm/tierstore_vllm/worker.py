@@ -1,0 +1,221 @@
+"""The worker half: brings each step's commands to the executor and the answers back.
+
+    handle_preemptions    fence: blocks that vLLM will write again must have been read
+    start_load_kv         loads, demotes, releases: they touch no block of a running request
+    wait_for_save         offloads: the forward pass that fills their blocks is launched
+    get_transfer_results  answers; finished loads by request
+    build_connector_worker_meta  answers, for the scheduler half
+
+Nothing that fails here reaches the engine. A load is reported as finished exactly once in any case,
+since vLLM keeps its request waiting until then.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+from tierstore.config import StoreConfig
+from tierstore.errors import DeviceError, LayoutError
+from tierstore.executor import TransferExecutor
+from tierstore.metrics import Counters
+from tierstore.transfer import (
+    Command,
+    Demote,
+    FailureReason,
+    JobId,
+    Load,
+    Offload,
+    Promote,
+    Release,
+    TransferDone,
+)
+from tierstore_vllm.layout import WorkerLayout, describe_worker
+from tierstore_vllm.messages import RankAnswer, StepMetadata, WorkerHello, WorkerReport
+from tierstore_vllm.stats import StatsSource, TierStoreStats
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+__all__ = ["WorkerHalf"]
+
+_logger = logging.getLogger(__name__)
+
+_DRAIN_SECONDS = 30.0
+"""How long sleep and shutdown wait for what was accepted."""
+
+
+class WorkerHalf:
+    """One rank's data plane behind vLLM's worker hooks. One thread."""
+
+    def __init__(
+        self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", config: StoreConfig
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._config = config
+        self._counters = Counters()
+        self._stats = StatsSource(self._counters)
+        self._executor: TransferExecutor | None = None
+        self._hello = WorkerHello(None, "vLLM registered no KV caches")
+        self._open_jobs: dict[JobId, Command] = {}
+        self._load_requests: dict[JobId, str] = {}
+        self._late_jobs: set[JobId] = set()
+        """Open jobs whose first answer said that they are late."""
+        self._results = KVConnectorTransferResults()
+        self._report = WorkerReport()
+
+    def register(self, kv_caches: "dict[str, torch.Tensor]") -> None:
+        """Describe the KV caches and open the executor.
+
+        A layout that cannot be cached, or a GPU that refuses what copies need, leaves this rank
+        without an executor; `hello` says why.
+
+        Raises:
+            ConfigError: the configuration cannot work with this engine; says what to change.
+            MissingExtraError: the KV caches are on a GPU and CuPy is not installed.
+        """
+        try:
+            layout = describe_worker(
+                self._vllm_config, self._kv_cache_config, self._config, kv_caches
+            )
+            self._executor = self._open_executor(layout)
+        except (LayoutError, DeviceError) as error:
+            self._hello = WorkerHello(None, str(error))
+        else:
+            self._hello = WorkerHello(layout.manifest)
+
+    def _open_executor(self, layout: WorkerLayout) -> TransferExecutor:
+        parallel = self._vllm_config.parallel_config
+        return TransferExecutor.open(
+            self._config,
+            layout.manifest,
+            rank=parallel.rank,
+            rank_count=parallel.world_size,
+            caches=layout.caches,
+            counters=self._counters,
+            compute_stream=_current_stream if layout.caches.device != "cpu" else None,
+        )
+
+    @property
+    def hello(self) -> WorkerHello:
+        """What the scheduler must know before the first request."""
+        return self._hello
+
+    def fence(self, step: StepMetadata) -> None:
+        """Keep this step from writing to blocks that are still being offloaded."""
+        job_ids = tuple(job for job in step.plan.fence_job_ids if job in self._open_jobs)
+        if job_ids:
+            self._guard("fence", lambda executor: executor.fence(job_ids))
+
+    def start_transfers(self, step: StepMetadata) -> None:
+        """Submit everything but the offloads; take over the requests that wait for loads."""
+        self._load_requests.update(step.load_requests)
+        self._results.finished_recving.update(step.failed_requests)
+        self._results.failed_recving.update(step.failed_requests)
+        self._submit(c for c in step.plan.commands if not isinstance(c, Offload))
+
+    def start_offloads(self, step: StepMetadata) -> None:
+        """Submit the offloads of blocks that this step's forward pass fills."""
+        self._submit(c for c in step.plan.commands if isinstance(c, Offload))
+
+    def _submit(self, commands: Iterable[Command]) -> None:
+        accepted = list(commands)
+        if not accepted:
+            return
+        self._open_jobs.update((command.job_id, command) for command in accepted)
+        if self._executor is None:
+            self._fail_open_jobs()
+        else:
+            self._guard("submit", lambda executor: executor.submit(accepted))
+
+    def take_results(self) -> KVConnectorTransferResults:
+        """Collect the answers that became known; name the loads among them by request."""
+        if self._open_jobs:
+            self._guard("poll", lambda executor: self._answer(executor.poll()))
+        results, self._results = self._results, KVConnectorTransferResults()
+        return results
+
+    def take_report(self) -> WorkerReport | None:
+        """Return the answers for the scheduler half; None when there are none."""
+        if not self._report.answers:
+            return None
+        report, self._report = self._report, WorkerReport()
+        return report
+
+    def take_stats(self) -> TierStoreStats | None:
+        """Return what was counted since the last call."""
+        return self._stats.take()
+
+    def suspend(self) -> None:
+        """Finish what is under way before vLLM unmaps the KV caches (sleep mode)."""
+        self._guard("drain", lambda executor: self._answer(executor.drain(_DRAIN_SECONDS)))
+
+    def close(self) -> None:
+        """Finish what was accepted and stop; idempotent."""
+        executor, self._executor = self._executor, None
+        if executor is not None:
+            executor.drain(_DRAIN_SECONDS)
+            executor.close()
+
+    def _answer(self, dones: Iterable[TransferDone]) -> None:
+        for done in dones:
+            answer = RankAnswer.of(done, again=done.job_id in self._late_jobs)
+            self._report.add(done.job_id, answer)
+            if answer.settled_count:
+                del self._open_jobs[done.job_id]
+                self._late_jobs.discard(done.job_id)
+            else:
+                self._late_jobs.add(done.job_id)
+            request_id = self._load_requests.pop(done.job_id, None)
+            if request_id is not None:
+                self._results.finished_recving.add(request_id)
+                if not done.ok:
+                    self._results.failed_recving.add(request_id)
+
+    def _guard(self, what: str, call: Callable[[TransferExecutor], None]) -> None:
+        """Run one call of the executor; should it raise, go on without a cache.
+
+        The executor is closed before its jobs are declared failed: a copy that is still running
+        must not write into blocks that vLLM has given to somebody else.
+        """
+        if self._executor is None:
+            return
+        try:
+            call(self._executor)
+        except Exception:  # the outermost frame below the engine
+            _logger.exception("executor failed, this rank caches no more: call=%s", what)
+            executor, self._executor = self._executor, None
+            try:
+                executor.close()
+            except Exception:  # as above; the executor is given up anyway
+                _logger.exception("executor could not be closed")
+            self._fail_open_jobs()
+
+    def _fail_open_jobs(self) -> None:
+        self._answer([_failure(command) for command in self._open_jobs.values()])
+
+
+def _current_stream() -> int:
+    """Return the `cudaStream_t` on which this thread's step is launched."""
+    import torch
+
+    return int(torch.cuda.current_stream().cuda_stream)
+
+
+def _failure(command: Command) -> TransferDone:
+    """Answer a command that was never carried out."""
+    match command:
+        case Offload():
+            chunk_count = len(command.slots)
+        case Promote() | Demote():
+            chunk_count = len(command.keys)
+        case Load():
+            chunk_count = sum(len(promote.keys) for promote in command.promotes)
+        case Release():
+            chunk_count = 0
+    failed = dict.fromkeys(range(chunk_count), FailureReason.CLOSED)
+    return TransferDone(job_id=command.job_id, ok=False, failed=failed)

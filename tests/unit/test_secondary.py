@@ -1,0 +1,169 @@
+"""The secondary tier with its thread, several processes, and kills."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import lmdb
+
+from tierstore import lmdb_env
+from tierstore.config import SecondaryConfig
+from tierstore.key import make_offload_keys
+from tierstore.lmdb_env import LmdbEnv
+from tierstore.manifest import Manifest
+from tierstore.tier.secondary import Freed, Placed, SecondaryTier
+
+MIB = 1 << 20
+CHUNK = 64 << 10
+
+WRITER = """
+import os, sys
+from pathlib import Path
+from tests_secondary import open_tier, keys_of, store
+tier = open_tier(Path(sys.argv[1]))
+first, count = int(sys.argv[2]), int(sys.argv[3])
+print("open", flush=True)
+for number in range(first, first + count, 4):
+    store(tier, number, number + 1, number + 2, number + 3, ticket=number)
+    print(number, flush=True)
+problems = tier.check()
+tier.close()
+print(problems, flush=True)
+"""
+
+
+def open_tier(path, capacity=8 * MIB):
+    config = SecondaryConfig(name="t", backend="file", path=path, capacity_bytes=capacity)
+    return SecondaryTier.open(config, Manifest.simple("m", CHUNK), tier_idx=0, rank_count=1)
+
+
+def keys_of(*numbers):
+    namespace = Manifest.simple("m", CHUNK).namespace
+    return make_offload_keys(namespace, 0, [b"%016d" % number for number in numbers])
+
+
+def store(tier, *numbers, ticket=1):
+    """Store keys as the planner and an executor would; confirms every release."""
+    tier.request_places(ticket, keys_of(*numbers), CHUNK)
+    answer = None
+    while answer is None:
+        assert tier.wait(10)
+        for event in tier.poll():
+            if isinstance(event, Freed):
+                tier.released(event.release_id)
+            else:
+                answer = event
+    assert isinstance(answer, Placed)
+    tier.commit(ticket)
+    assert tier.wait(10)
+
+
+def start_writer(path, first, count):
+    environment = dict(os.environ)
+    here = Path(__file__)
+    alias = path.parent / "modules"
+    alias.mkdir(exist_ok=True)
+    (alias / "tests_secondary.py").write_text(here.read_text())
+    environment["PYTHONPATH"] = f"{alias}:{here.parents[2]}"
+    command = [sys.executable, "-c", WRITER, str(path), str(first), str(count)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def test_places_commits_and_releases_flow_through_the_writer_thread(tmp_path):
+    tier = open_tier(tmp_path)
+    for number in range(0, 300, 4):
+        store(tier, *range(number, number + 4), ticket=number)
+    found = [place is not None for place in tier.locate(keys_of(*range(300)))]
+    assert found[-1]
+    assert not found[0]
+    stats = tier.stats()
+    assert stats.payload_bytes >= 0.65 * stats.capacity_bytes  # one segment of 8 stays free
+    assert stats.charged_bytes <= stats.capacity_bytes
+    assert tier.check() == []
+    tier.close()
+    tier.close()
+
+
+def test_a_forgotten_namespace_is_unreachable_at_once_and_usable_again(tmp_path):
+    tier = open_tier(tmp_path)
+    store(tier, 1, 2)
+    tier.forget_namespace()
+    assert tier.locate(keys_of(1, 2)) == [None, None]
+    store(tier, 1)
+    assert [bool(place) for place in tier.locate(keys_of(1, 2))] == [True, False]
+    tier.close()
+
+
+def test_two_tiers_of_one_process_share_a_path(tmp_path):
+    first, second = open_tier(tmp_path), open_tier(tmp_path)
+    store(first, 1)
+    store(second, 2)
+    assert all(second.locate(keys_of(1, 2)))
+    first.close()
+    assert all(second.locate(keys_of(1, 2)))
+    second.close()
+
+
+def test_two_processes_share_one_path_and_its_capacity(tmp_path):
+    path = tmp_path / "tier"
+    tier = open_tier(path)
+    process = start_writer(path, 10_000, 200)
+    for number in range(0, 200, 4):
+        store(tier, *range(number, number + 4), ticket=number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert output.splitlines()[-1] == "[]"
+    stats = tier.stats()
+    assert stats.charged_bytes <= stats.capacity_bytes
+    assert tier.check() == []
+    assert all(tier.locate(keys_of(199))) or all(tier.locate(keys_of(10_199)))
+    tier.close()
+
+
+def test_a_killed_process_leaves_a_sound_catalog(tmp_path):
+    path = tmp_path / "tier"
+    for round_number in range(10):
+        process = start_writer(path, round_number * 10_000, 4000)
+        lines = [process.stdout.readline() for _ in range(2 + 5 * round_number)]
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        tier = open_tier(path)
+        assert tier.check() == []
+        last = int(lines[-1])
+        assert all(tier.locate(keys_of(last, last + 3)))
+        for event in tier.poll():
+            tier.released(event.release_id)
+        assert tier.wait(10)
+        stats = tier.stats()
+        assert stats.charged_bytes <= stats.capacity_bytes
+        assert tier.check() == []
+        tier.close()
+    assert list((path / "owners").iterdir()) == []
+
+
+def test_every_exception_class_of_lmdb_is_translated():
+    classes = {
+        name
+        for name, value in vars(lmdb).items()
+        if isinstance(value, type) and issubclass(value, lmdb.Error)
+    }
+    assert classes <= lmdb_env.ERRORS.keys()
+    for name in classes:
+        ours = lmdb_env.translate(getattr(lmdb, name)("what"), Path("/tier"))
+        assert type(ours) is lmdb_env.ERRORS[name]
+        assert "/tier" in str(ours)
+
+
+def test_an_environment_is_opened_once_per_process(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "env")
+    first = LmdbEnv.open(tmp_path / "env", map_bytes=MIB)
+    second = LmdbEnv.open(tmp_path / "link", map_bytes=MIB)
+    assert first is second
+    second.close()
+    with first.read() as txn:
+        assert txn.stat()["entries"] == 0
+    first.close()
+    assert logging.getLogger("tierstore").handlers == []

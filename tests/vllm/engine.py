@@ -1,0 +1,208 @@
+"""Runs one vLLM engine in a process of its own, as a test's job says.
+
+    job (JSON file) -> python engine.py job result -> result (JSON file)
+
+A job has rounds; each round may empty the engine's own prefix cache first, then generates for all
+its prompts as one batch. The result has, per round and prompt, tokens, their logprobs, and how many
+prompt tokens came from a cache.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Answer", "EngineJob", "EngineResult", "Round", "run_engine"]
+
+_REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """One batch of prompts."""
+
+    prompts: list[list[int]]
+    continues: str | None = None
+    """An earlier round: its prompts and answers stand before the prompts of this one."""
+    max_tokens: int = 8
+    reset: bool = True
+    """Empty the engine's own prefix cache first: only tierstore can hit then."""
+    one_by_one: bool = False
+    """Generate for each prompt alone, after the one before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineJob:
+    """One life of an engine."""
+
+    model: str
+    dtype: str
+    rounds: dict[str, Round]
+    config: dict[str, Any] | None = None
+    """tierstore's configuration; None: no connector."""
+    connector: str = "tierstore_vllm.TierStoreConnector"
+    separate_process: bool = True
+    engine: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of `vllm.LLM`."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came out for one prompt."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    margins: list[float]
+    """By how much each token was likelier than the next best one."""
+    cached: int
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class EngineResult:
+    """What came out of one job."""
+
+    rounds: dict[str, list[Answer]]
+    metrics: dict[str, float]
+    """tierstore's Prometheus counters, and vLLM's count of preemptions."""
+    log: str
+
+
+def run_engine(job: EngineJob, folder: Path, *, timeout_seconds: float = 240) -> EngineResult:
+    """Run a job in a fresh process; raise with the end of its log if it fails."""
+    folder.mkdir(parents=True, exist_ok=True)
+    number = len(list(folder.glob("job-*.json")))
+    job_file = folder / f"job-{number}.json"
+    result_file = folder / f"result-{number}.json"
+    log_file = folder / f"log-{number}.txt"
+    job_file.write_text(json.dumps(asdict(job)))
+    with log_file.open("wb") as log:
+        code = subprocess.run(
+            [sys.executable, __file__, job_file, result_file],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=_environment(job),
+            timeout=timeout_seconds,
+            check=False,
+        ).returncode
+    text = log_file.read_text(errors="replace")
+    if code != 0:
+        raise RuntimeError(f"engine ended with {code}:\n{text[-6000:]}")
+    result = json.loads(result_file.read_text())
+    rounds = {
+        name: [Answer(**answer) for answer in answers] for name, answers in result["rounds"].items()
+    }
+    return EngineResult(rounds, result["metrics"], text)
+
+
+def _environment(job: EngineJob) -> dict[str, str]:
+    paths = [_REPOSITORY, _REPOSITORY / "adapters" / "vllm", Path(__file__).parent]
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")]),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if job.separate_process else "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "2",
+    }
+
+
+def _run(job: dict[str, Any]) -> dict[str, Any]:
+    from vllm import LLM, SamplingParams
+    from vllm.config import KVTransferConfig
+
+    arguments = {
+        "enforce_eager": True,
+        "max_model_len": 4096,
+        "block_size": 32,
+        "seed": 0,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": False,
+        "enable_prefix_caching": True,
+    } | job["engine"]
+    if job["config"] is not None:
+        module, _, name = job["connector"].rpartition(".")
+        arguments["kv_transfer_config"] = KVTransferConfig(
+            kv_connector=name,
+            kv_connector_module_path=module,
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={"tierstore.config": job["config"]},
+        )
+    llm = LLM(job["model"], dtype=job["dtype"], **arguments)
+    prompts: dict[str, list[list[int]]] = {}
+    rounds: dict[str, list[dict[str, Any]]] = {}
+    for name, batch in job["rounds"].items():
+        if batch["reset"]:
+            _reset(llm)
+        sampling = SamplingParams(
+            temperature=0,
+            max_tokens=batch["max_tokens"],
+            logprobs=2,
+            detokenize=False,
+            ignore_eos=True,
+        )
+        prompts[name] = _prompts(batch, prompts, rounds)
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts[name]]
+        batches = [[one] for one in inputs] if batch["one_by_one"] else [inputs]
+        rounds[name] = [
+            _answer(output)
+            for some in batches
+            for output in llm.generate(some, sampling, use_tqdm=False)
+        ]
+    metrics: dict[str, float] = {}
+    for metric in llm.get_metrics():
+        if "tierstore" in metric.name or metric.name == "vllm:num_preemptions":
+            name = metric.name.removeprefix("vllm:")
+            metrics[name] = metrics.get(name, 0) + metric.value
+    llm.llm_engine.engine_core.shutdown()
+    return {"rounds": rounds, "metrics": metrics}
+
+
+def _prompts(
+    batch: dict[str, Any], prompts: dict[str, list[list[int]]], rounds: dict[str, Any]
+) -> list[list[int]]:
+    earlier = batch["continues"]
+    if earlier is None:
+        return batch["prompts"]
+    turns = zip(prompts[earlier], rounds[earlier], batch["prompts"], strict=True)
+    return [prompt + answer["tokens"] + more for prompt, answer, more in turns]
+
+
+def _reset(llm: Any) -> None:
+    for _ in range(100):
+        if llm.reset_prefix_cache():
+            return
+        time.sleep(0.05)
+    raise RuntimeError("the engine's prefix cache cannot be reset: blocks leaked")
+
+
+def _answer(output: Any) -> dict[str, Any]:
+    completion = output.outputs[0]
+    return asdict(
+        Answer(
+            tokens=list(completion.token_ids),
+            logprobs=[
+                step[token].logprob
+                for step, token in zip(completion.logprobs, completion.token_ids, strict=True)
+            ],
+            margins=[_margin(step) for step in completion.logprobs],
+            cached=output.num_cached_tokens or 0,
+            finish_reason=str(completion.finish_reason),
+        )
+    )
+
+
+def _margin(step: dict[int, Any]) -> float:
+    best, second = sorted((entry.logprob for entry in step.values()), reverse=True)[:2]
+    return best - second
+
+
+if __name__ == "__main__":
+    result = _run(json.loads(Path(sys.argv[1]).read_text()))
+    Path(sys.argv[2]).write_text(json.dumps(result))

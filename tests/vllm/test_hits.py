@@ -1,0 +1,189 @@
+"""Real vLLM with and without tierstore: the same answers, with fewer tokens computed.
+
+Goal: a cold run, a run whose prefixes come from host memory, and a run in a new process whose
+prefixes come from disk answer like a run without connector, and load what they should.
+Method: one engine without connector per model; per tier one engine for the cold and the warm round
+and one for the restart. Hits are counted by vLLM itself.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from engine import EngineResult, Round, run_engine
+from scenario import (
+    ANSWER_TOKENS,
+    Scenario,
+    assert_same_answer,
+    assert_same_answers,
+    tier_config,
+)
+
+pytestmark = pytest.mark.vllm
+
+ALIGNMENT_TOKENS = {"llama": 32, "mistral": 32, "qwen3_next": 288, "gemma3": 32}
+NOISE = {"float32": 1e-3, "bfloat16": 0.25}
+MEMORY_ONLY = {"version": 1, "primary": {"capacity": "96MiB"}}
+SMALL_CACHE = {"num_gpu_blocks_override": 40, "max_model_len": 512}
+
+
+@dataclass
+class Model:
+    """One family with its run without connector."""
+
+    scenario: Scenario
+    noise: float
+    folder: Path
+    reference: EngineResult
+
+
+class Models:
+    """Builds each model and its reference when a test first asks for it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._models: dict[str, Model] = {}
+
+    def get(self, family: str) -> Model:
+        if family not in self._models:
+            from tiny_models import DTYPES, build_model
+
+            folder = self._folder / f"{family}-runs"
+            path = build_model(family, self._folder)
+            scenario = Scenario(
+                path,
+                DTYPES[family],
+                ALIGNMENT_TOKENS[family],
+                keeps_decoded=family != "qwen3_next",
+            )
+            rounds = scenario.rounds() | {
+                "crowd": Round(prompts=crowd(scenario), max_tokens=64),
+            }
+            reference = run_engine(scenario.job(rounds), folder)
+            self._models[family] = Model(scenario, NOISE[DTYPES[family]], folder, reference)
+        return self._models[family]
+
+
+@dataclass
+class TierRun:
+    """One model over one tier: two engines, one after the other."""
+
+    model: Model
+    first: EngineResult
+    restarted: EngineResult
+    tier_path: Path
+
+
+def crowd(scenario: Scenario) -> list[list[int]]:
+    """Prompts that need about twice the blocks of a small cache."""
+    return [prompt[:260] for prompt in scenario.first if len(prompt) >= 260]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("llama", "file"),
+        ("llama", "lmdb"),
+        ("mistral", "file"),
+        ("mistral", "lmdb"),
+        ("qwen3_next", "file"),
+        ("qwen3_next", "lmdb"),
+        ("gemma3", "file"),
+    ],
+    ids="-".join,
+)
+def run(request: pytest.FixtureRequest, models: Models) -> Iterator[TierRun]:
+    family, backend = request.param
+    model = models.get(family)
+    tier_path = model.folder / backend
+    config = tier_config(backend, tier_path)
+    # Both ways to run the engine must work: the lmdb runs have both halves in one process.
+    separate = backend == "file"
+    scenario = model.scenario
+    first = run_engine(
+        scenario.job(scenario.rounds(), config=config, separate_process=separate), model.folder
+    )
+    # The first round's prompts come alone, and their answers are as they were in a batch.
+    again = {
+        "restarted": Round(
+            prompts=scenario.first, max_tokens=ANSWER_TOKENS, reset=False, one_by_one=True
+        )
+    }
+    restarted = run_engine(
+        scenario.job(again, config=config, separate_process=separate), model.folder
+    )
+    return TierRun(model, first, restarted, tier_path)
+
+
+@pytest.mark.parametrize("name", ["cold", "warm", "varied", "second turn"])
+def test_answers_are_those_of_an_engine_without_tierstore(run: TierRun, name: str):
+    assert_same_answers(run.first, name, run.model.reference, name, run.model.noise)
+
+
+def test_answers_after_a_restart_are_those_of_an_engine_without_tierstore(run: TierRun):
+    assert_same_answers(run.restarted, "restarted", run.model.reference, "cold", run.model.noise)
+
+
+def test_all_but_the_last_token_is_loaded_from_memory(run: TierRun):
+    cached = [answer.cached for answer in run.first.rounds["warm"]]
+    assert cached == run.model.scenario.expected_first()
+
+
+def test_all_but_the_last_token_is_loaded_from_disk_after_a_restart(run: TierRun):
+    cached = [answer.cached for answer in run.restarted.rounds["restarted"]]
+    assert cached == run.model.scenario.expected_first()
+    assert run.restarted.metrics["tierstore_promoted_chunks"] > 0
+
+
+def test_nothing_is_loaded_past_the_first_difference(run: TierRun):
+    cached = [answer.cached for answer in run.first.rounds["varied"]]
+    assert cached == run.model.scenario.expected_varied()
+
+
+def test_a_second_turn_finds_the_first_answer(run: TierRun):
+    cached = [answer.cached for answer in run.first.rounds["second turn"]]
+    assert cached == run.model.scenario.expected_second_turn()
+
+
+def test_no_load_failed(run: TierRun):
+    for result in (run.first, run.restarted):
+        assert "tierstore_failed_loads" not in result.metrics or (
+            result.metrics["tierstore_failed_loads"] == 0
+        )
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_answers_survive_preemption(family: str, models: Models):
+    model = models.get(family)
+    scenario = model.scenario
+    rounds = {
+        "crowd": Round(prompts=crowd(scenario), max_tokens=64),
+        "again": Round(prompts=crowd(scenario), max_tokens=64),
+    }
+    job = scenario.job(rounds, config=MEMORY_ONLY, engine=SMALL_CACHE)
+    result = run_engine(job, model.folder)
+    assert result.metrics["num_preemptions"] > 0
+    for name in rounds:
+        assert_same_answers(result, name, model.reference, "crowd", model.noise)
+
+
+def test_one_flipped_bit_of_a_load_would_be_noticed(models: Models):
+    model = models.get("llama")
+    scenario = model.scenario
+    rounds = {name: scenario.rounds()[name] for name in ("cold", "warm")}
+    job = scenario.job(rounds, config=MEMORY_ONLY, connector="flipping.FlippingConnector")
+    result = run_engine(job, model.folder)
+    assert_same_answers(result, "cold", model.reference, "cold", model.noise)
+    expected = model.reference.rounds["warm"]
+    loaded = [answer.cached > 0 for answer in result.rounds["warm"]]
+    assert loaded == [cached > 0 for cached in scenario.expected_first()]
+    for number, answer in enumerate(result.rounds["warm"]):
+        if loaded[number]:
+            with pytest.raises(AssertionError, match=f"prompt {number},"):
+                assert_same_answer(answer, expected[number], model.noise, f"prompt {number}")

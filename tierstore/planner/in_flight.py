@@ -1,0 +1,78 @@
+"""Transfers between the engine's blocks and the tiers that were commanded and not yet answered."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from tierstore.tier.reservation import LoadReservation, OffloadReservation
+from tierstore.transfer import JobId
+
+__all__ = ["InFlight", "LoadJob", "OffloadJob"]
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadJob:
+    """Blocks on their way to slots."""
+
+    reservation: OffloadReservation
+    block_ids: tuple[int, ...]
+    """What is read; nobody may overwrite them before the job is done."""
+    request_ids: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadJob:
+    """Slots, and records through slots, on their way to a request's blocks."""
+
+    reservation: LoadReservation
+    request_id: str
+
+
+class InFlight:
+    """Jobs by id, and for each block the last offload that reads it.
+
+    The last one is enough: copies of one direction finish in the order of their submission.
+    """
+
+    def __init__(self) -> None:
+        self.offloads: dict[JobId, OffloadJob] = {}
+        self.loads: dict[JobId, LoadJob] = {}
+        self._readers: dict[int, JobId] = {}
+
+    def add_offload(self, job_id: JobId, job: OffloadJob) -> None:
+        """Remember which blocks the job reads."""
+        self.offloads[job_id] = job
+        self._readers.update(dict.fromkeys(job.block_ids, job_id))
+
+    def pop_offload(self, job_id: JobId) -> OffloadJob | None:
+        """Forget an offload that was answered; None: the job is not an offload."""
+        job = self.offloads.pop(job_id, None)
+        if job is not None:
+            for block_id in job.block_ids:
+                if self._readers.get(block_id) == job_id:
+                    del self._readers[block_id]
+        return job
+
+    def readers_of(self, block_ids: Iterable[int]) -> set[JobId]:
+        """Name the offloads that still read any of these blocks."""
+        if not self._readers:
+            return set()
+        return {self._readers[block_id] for block_id in self._readers.keys() & set(block_ids)}
+
+    def offloads_of(self, request_ids: Sequence[str]) -> set[JobId]:
+        """Name the offloads that read blocks of any of these requests."""
+        wanted = frozenset(request_ids)
+        if not wanted:
+            return set()
+        return {
+            job_id
+            for job_id, job in self.offloads.items()
+            if not wanted.isdisjoint(job.request_ids)
+        }
+
+    def check(self) -> list[str]:
+        """Name blocks whose reader is not in flight."""
+        return [
+            f"block {block_id} is read by job {job_id}, which is not in flight"
+            for block_id, job_id in self._readers.items()
+            if job_id not in self.offloads
+        ]

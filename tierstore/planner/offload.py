@@ -1,0 +1,120 @@
+"""Which chunks a step completes, and the offloads that carry them into the primary tier."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tierstore.key import OffloadKey
+from tierstore.planner.groups import GroupOffloadConfig
+from tierstore.planner.in_flight import InFlight, OffloadJob
+from tierstore.planner.request import RequestGroupState, RequestOffloadState
+from tierstore.planner.step import EngineStep, Progress, StateBlock
+from tierstore.tier.stack import TierStack
+from tierstore.transfer import IntArray, Offload
+
+__all__ = ["Offloads"]
+
+OFFLOAD_COUNT_MAX = 1024
+"""Offload jobs in flight; chunks that are completed beyond it stay uncached until they are offered
+again."""
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Chunks of one group that this step completes, of all requests: one job."""
+
+    keys: list[OffloadKey] = field(default_factory=list)
+    rows: list[IntArray] = field(default_factory=list)
+    request_ids: set[str] = field(default_factory=set)
+
+
+class Offloads:
+    """Turns progress into offloads: one job per group and step."""
+
+    def __init__(
+        self, configs: Sequence[GroupOffloadConfig], stack: TierStack, in_flight: InFlight
+    ) -> None:
+        self._configs = {config.spec.group_idx: config for config in configs}
+        self._stack = stack
+        self._in_flight = in_flight
+
+    def plan(self, step: EngineStep, requests: Mapping[str, RequestOffloadState]) -> list[Offload]:
+        """Offer every chunk that this step completes; return the copies of those that are new."""
+        batches: dict[int, _Batch] = {}
+        for progress in step.progress:
+            state = requests.get(progress.request_id)
+            if state is not None and progress.ready_tokens >= state.next_ready_tokens:
+                for group_idx, group in state.groups.items():
+                    self._offer(batches, group_idx, group, state, progress)
+                state.expect_next_chunk()
+        for block in step.state_blocks:
+            state = requests.get(block.request_id)
+            if state is not None:
+                self._offer_state(batches, block, state)
+        return [
+            offload
+            for group_idx, batch in batches.items()
+            if (offload := self._reserve(group_idx, batch)) is not None
+        ]
+
+    def _offer(
+        self,
+        batches: dict[int, _Batch],
+        group_idx: int,
+        group: RequestGroupState,
+        state: RequestOffloadState,
+        progress: Progress,
+    ) -> None:
+        config = group.config
+        per_chunk = config.tokens_per_chunk
+        blocks_per_chunk = config.spec.blocks_per_chunk
+        end = min(
+            progress.ready_tokens // per_chunk,
+            len(state.block_hashes) // config.hashes_per_chunk,
+            len(group.block_ids) // blocks_per_chunk,
+        )
+        alive = -(-config.alive_from(progress.computed_tokens) // per_chunk)
+        first = max(group.next_chunk, alive)
+        group.next_chunk = max(group.next_chunk, end)
+        if first >= end:
+            return
+        rows = np.array(
+            group.block_ids[first * blocks_per_chunk : end * blocks_per_chunk], np.int64
+        ).reshape(end - first, blocks_per_chunk)
+        ends = np.arange(first + 1, end + 1, dtype=np.int64) * per_chunk
+        chosen = np.flatnonzero(rows.all(axis=1) & config.can_serve_a_hit(ends))
+        if len(chosen):
+            keys = config.keys(state.block_hashes, first, end)
+            batch = batches.setdefault(group_idx, _Batch())
+            batch.keys += keys if len(chosen) == len(keys) else [keys[i] for i in chosen.tolist()]
+            batch.rows.append(rows[chosen])
+            batch.request_ids.add(progress.request_id)
+
+    def _offer_state(
+        self, batches: dict[int, _Batch], block: StateBlock, state: RequestOffloadState
+    ) -> None:
+        config = self._configs.get(block.group_idx)
+        if config is None or not block.block_id or block.boundary_tokens % config.alignment_tokens:
+            return
+        chunk = block.boundary_tokens // config.tokens_per_chunk - 1
+        keys = config.keys(state.block_hashes, chunk, chunk + 1)
+        if keys:
+            batch = batches.setdefault(block.group_idx, _Batch())
+            batch.keys += keys
+            batch.rows.append(np.array([[block.block_id]], np.int64))
+            batch.request_ids.add(block.request_id)
+
+    def _reserve(self, group_idx: int, batch: _Batch) -> Offload | None:
+        if len(self._in_flight.offloads) >= OFFLOAD_COUNT_MAX:
+            return None
+        reservation = self._stack.reserve_offload(group_idx, batch.keys)
+        if not reservation.keys:
+            return None
+        # Those that the next batches will evict are recorded now, so that they are by then.
+        self._stack.demote_victims(group_idx, 2 * len(reservation.keys))
+        rows = np.concatenate(batch.rows)[list(reservation.indices)]
+        job_id = self._stack.new_job_id()
+        job = OffloadJob(reservation, tuple(rows.ravel().tolist()), frozenset(batch.request_ids))
+        self._in_flight.add_offload(job_id, job)
+        return Offload(job_id=job_id, group_idx=group_idx, block_ids=rows, slots=reservation.slots)

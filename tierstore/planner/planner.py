@@ -1,0 +1,252 @@
+"""The control half between an engine's scheduler and the tiers."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from tierstore.key import Namespace
+from tierstore.layout import GroupKind, GroupSpec
+from tierstore.metrics import Counters, Metric
+from tierstore.planner.groups import build_group_configs
+from tierstore.planner.in_flight import InFlight, LoadJob
+from tierstore.planner.load import LoadTarget, build_load
+from tierstore.planner.match import match_prefix
+from tierstore.planner.offload import Offloads
+from tierstore.planner.request import RequestOffloadState
+from tierstore.planner.step import EngineStep, PlannedStep
+from tierstore.tier.stack import TierStack
+from tierstore.transfer import Command, JobId, StepPlan, TransferDone
+
+__all__ = ["HitSplit", "OffloadPlanner", "PrefixAnswer"]
+
+_logger = logging.getLogger(__name__)
+
+WAIT_COUNT_MAX = 32
+"""Times a request is told to ask again while chunks are arriving; then it takes what is there."""
+
+IDLE_STEP_COUNT_MAX = 20_000
+"""Steps without an answer after which an idle engine is let go; what is left waits for requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixAnswer:
+    """How many tokens can be loaded beyond the local ones."""
+
+    token_count: int
+    ask_again: bool = False
+    """More is arriving: no decision yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class HitSplit:
+    """Where the tokens of a load come from."""
+
+    primary_tokens: int
+    secondary_tokens: int
+
+
+class OffloadPlanner:
+    """Decides what is loaded and offloaded for which request; moves nothing.
+
+    One thread, no clock, no I/O but the lookups of the stack. The engine asks `match` any number
+    of times, commits to a hit with `begin_load`, and calls `plan_step` once per step. Every job
+    that is planned is ended by `complete`, whatever became of its request.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[GroupSpec],
+        namespace: Namespace,
+        stack: TierStack,
+        *,
+        hash_tokens: int,
+        counters: Counters,
+        alignment_tokens: int = 1,
+    ) -> None:
+        """Take the engine's groups.
+
+        Args:
+            groups: All KV cache groups, in order.
+            namespace: The manifest's.
+            stack: The tiers; the planner alone answers it.
+            hash_tokens: Tokens that one entry of `block_hashes` covers.
+            counters: Where failed loads are counted.
+            alignment_tokens: What the engine wants hits to be a multiple of.
+
+        Raises:
+            ValueError: the groups do not fit `hash_tokens`.
+        """
+        self._configs = build_group_configs(groups, namespace, hash_tokens, alignment_tokens)
+        self._stack = stack
+        self._counters = counters
+        self._requests: dict[str, RequestOffloadState] = {}
+        self._in_flight = InFlight()
+        self._offloads = Offloads(self._configs, stack, self._in_flight)
+        self._loads: list[Command] = []
+        self._load_requests: dict[JobId, str] = {}
+        self._failed_requests: list[str] = []
+        self._fences: set[JobId] = set()
+        self._idle_steps = 0
+        self._is_cacheable = all(
+            config.spec.kind is not GroupKind.UNCACHED for config in self._configs
+        )
+
+    def add_request(self, request_id: str, block_hashes: Sequence[bytes]) -> None:
+        """Get to know a request; `block_hashes` is the engine's live list."""
+        self._idle_steps = 0
+        if self._is_cacheable:
+            self._requests[request_id] = RequestOffloadState.build(block_hashes, self._configs)
+
+    def finish_request(self, request_id: str) -> None:
+        """Forget a request; its jobs go on and are settled by their answers."""
+        self._requests.pop(request_id, None)
+
+    def suppress(self, request_id: str) -> None:
+        """Never offer this request a hit again."""
+        state = self._requests.get(request_id)
+        if state is not None:
+            state.is_suppressed = True
+
+    def match(self, request_id: str, local_tokens: int, token_count: int) -> PrefixAnswer:
+        """Say how much of a request's `token_count` tokens the tiers restore beyond local ones.
+
+        Pins and changes nothing but the count of questions: may be asked every step.
+        """
+        state = self._requests.get(request_id)
+        if state is None or state.is_suppressed or state.load_job is not None:
+            return PrefixAnswer(0)
+        found = match_prefix(
+            self._stack, self._configs, state.block_hashes, local_tokens, token_count
+        )
+        if found.hoped_tokens > found.ready_tokens and state.wait_count < WAIT_COUNT_MAX:
+            state.wait_count += 1
+            return PrefixAnswer(0, ask_again=True)
+        return PrefixAnswer(max(found.ready_tokens - local_tokens, 0))
+
+    def begin_load(self, request_id: str, target: LoadTarget) -> HitSplit | None:
+        """Pin what a promised hit needs and plan its load into the blocks of `target`.
+
+        None: it is gone meanwhile. The next step then names the request as failed.
+        """
+        state = self._requests.get(request_id)
+        plan = None
+        if state is not None:
+            plan = build_load(self._stack, self._configs, state.block_hashes, target)
+        if state is None or plan is None:
+            self.suppress(request_id)
+            self._failed_requests.append(request_id)
+            self._counters.add(Metric.FAILED_LOADS, label="gone")
+            return None
+        state.load_job = plan.command.job_id
+        self._in_flight.loads[plan.command.job_id] = LoadJob(plan.reservation, request_id)
+        self._loads.append(plan.command)
+        self._load_requests[plan.command.job_id] = request_id
+        self._fences |= self._in_flight.readers_of(target.block_ids())
+        secondary_tokens = min(plan.promoted_tokens, target.hit_tokens - target.local_tokens)
+        return HitSplit(
+            target.hit_tokens - target.local_tokens - secondary_tokens, secondary_tokens
+        )
+
+    def completes_chunk(self, request_id: str, ready_tokens: int) -> bool:
+        """Say whether a request with so many ready tokens belongs into `EngineStep.progress`."""
+        state = self._requests.get(request_id)
+        return state is not None and ready_tokens >= state.next_ready_tokens
+
+    def plan_step(self, step: EngineStep) -> PlannedStep:
+        """Take what the engine scheduled; return the transfers around this step.
+
+        The work is proportional to the blocks that came and the chunks that this step completes.
+        """
+        self._take_tables(step)
+        self._fences |= self._in_flight.readers_of(step.overwritten_block_ids)
+        self._fences |= self._in_flight.offloads_of(step.preempted)
+        offloads = self._offloads.plan(step, self._requests)
+        commands = (*self._loads, *self._stack.commands(), *offloads)
+        planned = PlannedStep(
+            StepPlan(commands=commands, fence_job_ids=tuple(sorted(self._fences))),
+            self._load_requests,
+            tuple(self._failed_requests),
+        )
+        self._loads, self._load_requests = [], {}
+        self._failed_requests, self._fences = [], set()
+        self._idle_steps = 0 if commands else self._idle_steps + 1
+        return planned
+
+    def _take_tables(self, step: EngineStep) -> None:
+        written: list[Sequence[int]] = []
+        for table in step.full_tables:
+            state = self._requests.get(table.request_id)
+            if state is not None:
+                state.replace_tables(table.block_ids)
+            for config in self._configs:
+                blocks = table.block_ids[config.spec.group_idx]
+                written.append(blocks[table.computed_tokens // config.spec.tokens_per_block :])
+        for new in step.new_blocks:
+            state = self._requests.get(new.request_id)
+            if state is not None:
+                state.append_blocks(new.block_ids)
+            written.extend(new.block_ids)
+        self._fences |= self._in_flight.readers_of(chain.from_iterable(written))
+
+    def complete(self, done: TransferDone) -> None:
+        """Take the answer to a job: publish or drop its chunks, release its pins."""
+        self._idle_steps = 0
+        offload = self._in_flight.pop_offload(done.job_id)
+        if offload is not None:
+            keys = offload.reservation.keys
+            failed = set(done.failed) if done.ok or done.failed else range(len(keys))
+            self._stack.finish_offload(offload.reservation, failed)
+            return
+        load = self._in_flight.loads.pop(done.job_id, None)
+        if load is None:
+            if not self._stack.complete(done):
+                _logger.warning("answer to an unknown job: job=%d", done.job_id)
+            return
+        self._stack.finish_load(load.reservation, done)
+        is_lost = bool(done.failed) or not done.ok
+        if is_lost:
+            reasons = {reason.value for reason in done.failed.values()} or {"copy"}
+            self._counters.add(Metric.FAILED_LOADS, label=min(reasons))
+        state = self._requests.get(load.request_id)
+        if state is not None and state.load_job == done.job_id:
+            state.load_job = None
+            # The engine asks again at once; with the same answer it would fail for ever.
+            state.is_suppressed |= is_lost
+
+    def has_work(self) -> bool:
+        """Say whether the engine should go on stepping although it has no request.
+
+        Gives up after `IDLE_STEP_COUNT_MAX` steps without an answer.
+        """
+        if self._idle_steps >= IDLE_STEP_COUNT_MAX:
+            return False
+        return (
+            bool(self._in_flight.offloads or self._in_flight.loads or self._loads)
+            or self._stack.has_work()
+        )
+
+    def reset(self) -> None:
+        """Forget all cached chunks: the weights changed.
+
+        Requests that are running hold blocks of the old weights; they are not offloaded until
+        the engine schedules them anew.
+        """
+        self._stack.reset()
+        for state in self._requests.values():
+            state.stop_offloading()
+
+    def check(self) -> list[str]:
+        """Verify that nothing leaks; return the problems in words (empty: sound)."""
+        problems = self._in_flight.check()
+        problems += [
+            f"request {request_id} waits for job {state.load_job}, which is not in flight"
+            for request_id, state in self._requests.items()
+            if state.load_job is not None and state.load_job not in self._in_flight.loads
+        ]
+        problems += [
+            f"the load of job {job_id} is planned but not in flight"
+            for job_id in self._load_requests
+            if job_id not in self._in_flight.loads
+        ]
+        return problems

@@ -1,0 +1,80 @@
+"""What the planner remembers of one request: its block tables and how far it was offloaded."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tierstore.layout import GroupKind
+from tierstore.planner.groups import GroupOffloadConfig
+from tierstore.transfer import JobId
+
+__all__ = ["RequestGroupState", "RequestOffloadState"]
+
+_NEVER = 1 << 62
+
+
+@dataclass(slots=True)
+class RequestGroupState:
+    """One group's copy of the engine's block table (append-only between full tables)."""
+
+    config: GroupOffloadConfig
+    block_ids: list[int] = field(default_factory=list)
+    """Null blocks are 0. Blocks that slid out of the window since are not marked."""
+    next_chunk: int = 0
+    """The first chunk that was not offered to the tiers yet."""
+
+
+@dataclass(slots=True)
+class RequestOffloadState:
+    """One request, from its arrival until the engine finishes it."""
+
+    block_hashes: Sequence[bytes]
+    """The engine's live list; it grows as tokens come."""
+    groups: Mapping[int, RequestGroupState]
+    """By group index; groups whose blocks are handed over one by one (STATE) are left out."""
+    next_ready_tokens: int = _NEVER
+    """So many computed tokens complete the next chunk of some group."""
+    wait_count: int = 0
+    load_job: JobId | None = None
+    is_suppressed: bool = False
+    """A load failed: this request is recomputed, and never asks the tiers again."""
+
+    @classmethod
+    def build(
+        cls, block_hashes: Sequence[bytes], configs: Sequence[GroupOffloadConfig]
+    ) -> "RequestOffloadState":
+        """Start with empty tables; nothing is offloaded before the first full table."""
+        groups = {
+            config.spec.group_idx: RequestGroupState(config)
+            for config in configs
+            if config.spec.kind is not GroupKind.STATE
+        }
+        return cls(block_hashes, groups)
+
+    def replace_tables(self, tables: Sequence[Sequence[int]]) -> None:
+        """Take full tables (admission, resumption): every chunk is offered again.
+
+        Chunks that the tiers still hold cost one lookup; those evicted since come back.
+        """
+        for group_idx, group in self.groups.items():
+            group.block_ids = list(tables[group_idx])
+            group.next_chunk = 0
+        self.expect_next_chunk()
+
+    def append_blocks(self, tables: Sequence[Sequence[int]]) -> None:
+        """Take the blocks that this step added."""
+        for group_idx, group in self.groups.items():
+            group.block_ids.extend(tables[group_idx])
+
+    def stop_offloading(self) -> None:
+        """Offer nothing until the next full tables (the cache was reset under the request)."""
+        self.next_ready_tokens = _NEVER
+
+    def expect_next_chunk(self) -> None:
+        """Recompute `next_ready_tokens` after chunks were offered."""
+        self.next_ready_tokens = min(
+            (
+                (group.next_chunk + 1) * group.config.tokens_per_chunk
+                for group in self.groups.values()
+            ),
+            default=_NEVER,
+        )

@@ -1,0 +1,74 @@
+"""What the engine tells the planner about one step, and what it gets back."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tierstore.transfer import JobId, StepPlan
+
+__all__ = ["EngineStep", "FullTable", "NewBlocks", "PlannedStep", "Progress", "StateBlock"]
+
+BlockTables = Sequence[Sequence[int]]
+"""Block ids per group, by group index; 0 is the null block."""
+
+
+@dataclass(frozen=True, slots=True)
+class FullTable:
+    """All blocks of a request that is scheduled for the first time, or again."""
+
+    request_id: str
+    block_ids: BlockTables
+    computed_tokens: int
+    """Local and loaded hits: blocks before them are shared and are not written."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewBlocks:
+    """Blocks that a running request got in this step."""
+
+    request_id: str
+    block_ids: BlockTables
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a request is once this step's forward pass is done."""
+
+    request_id: str
+    computed_tokens: int
+    """Before the step; the engine may have dropped the blocks behind the window that ends here."""
+    ready_tokens: int
+    """After the step, and settled: no token that speculation may still reject."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateBlock:
+    """A block that holds the state at a boundary once this step's forward pass is done."""
+
+    request_id: str
+    group_idx: int
+    block_id: int
+    boundary_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStep:
+    """Everything that changed since the step before."""
+
+    full_tables: Sequence[FullTable] = ()
+    new_blocks: Sequence[NewBlocks] = ()
+    progress: Sequence[Progress] = ()
+    """Of those requests for which `OffloadPlanner.completes_chunk`; others may be left out."""
+    state_blocks: Sequence[StateBlock] = ()
+    overwritten_block_ids: Sequence[int] = ()
+    """Blocks that are written although they are new in no table (copy on write)."""
+    preempted: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """The data plane's work, and what becomes of the requests that wait for a load."""
+
+    plan: StepPlan
+    load_requests: dict[JobId, str] = field(default_factory=dict)
+    failed_requests: tuple[str, ...] = ()
+    """Promised a hit that is gone by now: to be computed. No command will answer for them."""

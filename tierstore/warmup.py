@@ -1,0 +1,138 @@
+"""Prompts for an offline warm-up: read from JSON lines, and reduced to distinct prefixes.
+
+Knows no engine; the adapter of an engine turns prompts into token ids and prefills them.
+"""
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from tierstore.errors import MissingExtraError, PromptError
+
+__all__ = [
+    "ChatPrompt",
+    "Prompt",
+    "TextPrompt",
+    "TokenPrompt",
+    "distinct_prefixes",
+    "parse_prompt",
+    "read_prompts",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Plain text, tokenised as the engine's completion interface does."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """Messages, rendered with the model's chat template as the start of an answer."""
+
+    messages: tuple[tuple[str, str], ...]
+    """Pairs of role and content."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """Token ids, taken as they are."""
+
+    token_ids: tuple[int, ...]
+
+
+Prompt = TextPrompt | ChatPrompt | TokenPrompt
+
+
+async def read_prompts(path: Path) -> AsyncIterator[tuple[int, Prompt]]:
+    """Yield (line number, prompt) for every line that is not blank.
+
+    Raises:
+        PromptError: the file cannot be read, or a line is no prompt; names file and line.
+        MissingExtraError: aiofiles is not installed.
+    """
+    try:
+        import aiofiles
+    except ImportError as error:
+        raise MissingExtraError("aiofiles is missing: pip install 'tierstore[warmup]'") from error
+    number = 0
+    try:
+        async with aiofiles.open(path, encoding="utf-8") as lines:
+            async for line in lines:
+                number += 1
+                if line.strip():
+                    yield number, parse_prompt(line)
+    except PromptError as error:
+        raise PromptError(f"{path}:{number}: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise PromptError(f"{path}: cannot be read: {error}") from error
+
+
+def parse_prompt(line: str) -> Prompt:
+    """Return the prompt that one JSON object describes.
+
+    Raises:
+        PromptError: says what is wrong with the line.
+    """
+    try:
+        raw = json.loads(line)
+    except ValueError as error:
+        raise PromptError(f"not JSON: {error}") from error
+    if not isinstance(raw, dict) or len(raw) != 1 or not raw.keys() <= _PARSERS.keys():
+        got = sorted(raw) if isinstance(raw, dict) else type(raw).__name__
+        raise PromptError(
+            f"expected an object with one of the keys {', '.join(_PARSERS)}, got {got}"
+        )
+    ((key, value),) = raw.items()
+    return _PARSERS[key](value)
+
+
+def distinct_prefixes(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """Return the indices of the prompts that are no prefix of another one.
+
+    In sorted order, so that prompts with a common beginning are neighbours; of equal prompts the
+    first one stands for all. O(n log n) comparisons.
+    """
+    # As big-endian bytes, the order of strings is the order of token lists, at the speed of C.
+    packed = [np.asarray(tokens, ">u4").tobytes() for tokens in prompts]
+    order = sorted(range(len(prompts)), key=lambda index: (packed[index], -index))
+    # In this order whatever begins with a prompt follows it without a gap: one look ahead will do.
+    kept = [one for one, after in pairwise(order) if not packed[after].startswith(packed[one])]
+    return kept + order[-1:]
+
+
+def _parse_text(value: object) -> Prompt:
+    if not isinstance(value, str) or not value:
+        raise PromptError(f"text: expected a string that is not empty, got {value!r}")
+    return TextPrompt(value)
+
+
+def _parse_messages(value: object) -> Prompt:
+    messages = value if isinstance(value, list) else []
+    pairs = [
+        (message["role"], message["content"])
+        for message in messages
+        if isinstance(message, dict)
+        and message.keys() == {"role", "content"}
+        and all(isinstance(part, str) for part in message.values())
+    ]
+    if not pairs or len(pairs) != len(messages):
+        raise PromptError(
+            "messages: expected a list of objects with the strings 'role' and 'content'"
+        )
+    return ChatPrompt(tuple(pairs))
+
+
+def _parse_token_ids(value: object) -> Prompt:
+    ids = value if isinstance(value, list) else []
+    if not ids or not all(type(token) is int and 0 <= token < 1 << 32 for token in ids):
+        raise PromptError("token_ids: expected a list of token ids, at least one")
+    return TokenPrompt(tuple(ids))
+
+
+_PARSERS = {"text": _parse_text, "messages": _parse_messages, "token_ids": _parse_token_ids}
