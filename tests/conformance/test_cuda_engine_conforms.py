@@ -1,6 +1,6 @@
 """The CUDA copy engine passes the conformance suite by every method, over the fake CUDA."""
 
-from cuda_engines import BATCHES, KERNELS, MEASURED, MIXED, RECTANGLES, make_engine
+from cuda_engines import BATCHES, KERNELS, MIXED, RECTANGLES, make_engine
 
 from tierstore.testing.copy_conformance import CopyConformance
 from tierstore.testing.fake_cuda import FakeCuda, FakeDeviceMemory
@@ -39,10 +39,6 @@ class TestKernels(OverFakeCuda):
 
 class TestMixedMethods(OverFakeCuda):
     config = MIXED
-
-
-class TestMeasuredThresholds(OverFakeCuda):
-    config = MEASURED
 
 
 class TestPageablePool(OverFakeCuda):

@@ -1,6 +1,8 @@
 """The CUDA copy engine on a real device: bytes, order, and what CUDA's documents leave open."""
 
+import ctypes
 import importlib.util
+import threading
 from collections import deque
 from pathlib import Path
 
@@ -13,7 +15,6 @@ from tierstore.dma.cuda_api import DirectedRuns
 from tierstore.dma.kernel_table import ROW_BYTES, fill_table, table_at
 from tierstore.dma.pinning import PoolPinner
 from tierstore.dma.protocol import CopyId
-from tierstore.errors import DeviceError
 from tierstore.layout import PAGE_BYTES, ChunkOrder
 from tierstore.memory import HostPool
 from tierstore.metrics import Counters
@@ -188,8 +189,6 @@ def test_the_kernel_copies_every_length_at_every_alignment(shift) -> None:
     source = np.random.default_rng(0).integers(0, 256, size, np.uint8)
     memory = CudaMemory(np.zeros(size, np.uint8))
     host = api.alloc_host(size + ROW_BYTES * (len(lengths) + 1))
-    import ctypes
-
     ctypes.memmove(host, source.ctypes.data, size)
     table = table_at(host + (size + 7) // 8 * 8, len(lengths))
     fill_table(table, DirectedRuns(memory.address + starts + shift, host + starts, lengths))
@@ -202,26 +201,6 @@ def test_the_kernel_copies_every_length_at_every_alignment(shift) -> None:
     assert np.array_equal(memory.read(), expected)
     api.destroy_stream(stream)
     api.free_host(host)
-
-
-def test_a_copy_across_two_registrations_is_why_runs_are_cut() -> None:
-    """Should CUDA accept it one day, `RegionBorders` may go."""
-    api = make_api()
-    memory = CudaMemory(np.zeros(2 * PAGE_BYTES, np.uint8))
-    with HostPool(2 * PAGE_BYTES) as pool:
-        pinner = PoolPinner(api, pool.address, 2 * PAGE_BYTES, Counters(), piece_bytes=PAGE_BYTES)
-        pinner.open(lambda task: task())
-        stream = api.create_stream()
-        run = DirectedRuns(
-            np.array([memory.address]), np.array([pool.address]), np.array([2 * PAGE_BYTES])
-        )
-        try:
-            api.copy_each(run, stream)
-        except DeviceError as error:
-            assert "InvalidValue" in str(error)
-        api.synchronize(stream)
-        api.destroy_stream(stream)
-        pinner.close()
 
 
 def test_pinning_and_capturing_a_graph_do_not_disturb_each_other() -> None:
@@ -238,13 +217,16 @@ def test_pinning_and_capturing_a_graph_do_not_disturb_each_other() -> None:
         with stream:
             stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
             values += 1
-            tasks.popleft()()  # in the capturing thread, which is harder than in another
+            background = threading.Thread(target=tasks.popleft())
+            background.start()
+            background.join()
             graph = stream.end_capture()
             graph.launch()
         stream.synchronize()
         assert float(values[0]) == 2
-        pinner.resume()
-        while tasks:
-            tasks.popleft()()
+        while pinner.pinned(np.array([pool.address])) is not None:
+            pinner.resume()
+            while tasks:
+                tasks.popleft()()
         assert pinner.pinned(np.array([pool.address])) is None
         pinner.close()
