@@ -1,4 +1,4 @@
-"""The executor over the CUDA engine: every command is answered, with the right bytes or a failure."""
+"""The executor over the CUDA engine: each command is answered, with its bytes or a failure."""
 
 import numpy as np
 import pytest

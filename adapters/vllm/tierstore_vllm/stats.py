@@ -24,7 +24,7 @@ class TierStoreStats(KVConnectorStats):
 
     def reset(self) -> None:
         """Forget all sums."""
-        self.data = {}
+        self.data: dict[str, int] = {}
 
     def aggregate(self, other: KVConnectorStats) -> "TierStoreStats":
         """Add the sums of another rank, of the scheduler, or of a later step."""

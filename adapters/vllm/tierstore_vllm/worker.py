@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from tierstore.config import StoreConfig
-from tierstore.errors import DeviceError, LayoutError
+from tierstore.errors import ConfigError, DeviceError, LayoutError
 from tierstore.executor import TransferExecutor
 from tierstore.metrics import Counters
 from tierstore.transfer import (
@@ -85,6 +85,8 @@ class WorkerHalf:
             self._executor = self._open_executor(layout)
         except (LayoutError, DeviceError) as error:
             self._hello = WorkerHello(None, str(error))
+        except MemoryError as error:
+            raise ConfigError(f"primary.capacity: lower it, {error}") from error
         else:
             self._hello = WorkerHello(layout.manifest)
 
@@ -200,7 +202,7 @@ class WorkerHalf:
 
 
 def _current_stream() -> int:
-    """Return the `cudaStream_t` on which this thread's step is launched."""
+    """Return the `cudaStream_t` on which this thread launches its steps."""
     import torch
 
     return int(torch.cuda.current_stream().cuda_stream)
