@@ -18,7 +18,7 @@ from tierstore.testing.fake_cuda import FakeCuda, FakeDeviceMemory
 
 COMPUTE = 0
 PAGE = 256
-LAYERS = 3
+LAYERS = 5
 
 
 class Setup:
@@ -62,6 +62,20 @@ class Setup:
 
 
 seeds = st.integers(0, 1 << 30)
+
+
+@pytest.mark.parametrize(
+    ("config", "call"),
+    [(BATCHES, "copy_batch"), (KERNELS, "copy_by_kernel"), (RECTANGLES, "copy_pitched")],
+)
+def test_the_configuration_forces_a_method(config, call) -> None:
+    setup = Setup(config)
+    setup.fill(3, 7)
+    setup.offload(1, [3], [5])
+    setup.wait(1)
+    assert (setup.slot(5) == 7).all()
+    assert [name for name in setup.api.calls if name.startswith("copy_")] == [call]
+    setup.engine.close()
 
 
 @given(seeds, st.sampled_from([BATCHES, KERNELS, RECTANGLES]))
@@ -194,7 +208,7 @@ def test_a_copy_of_no_block_arrives_too() -> None:
 
 
 def test_a_full_queue_holds_copies_back_and_poll_submits_them() -> None:
-    """Plain copies of 3 runs each: about a third of the limit fits."""
+    """Plain copies of one run per layer: a fraction of them fits."""
     setup = Setup(has_batch=False, has_kernel=False, steps_per_query=1)
     offloads = setup.engine._lanes[0]._stream
     setup.api.held.add(offloads)

@@ -34,7 +34,7 @@ Spawn = Callable[[Callable[[], None]], None]
 PIECE_BYTES = 64 << 20
 """Small enough that other calls of the process get their turn at the driver between two pieces."""
 
-_PIECES_MAX = 1024
+_PIECES_MAX = 1 << 15
 PIN_TASKS = 4
 """Most tasks that are spawned at once."""
 _CLOSE_TIMEOUT_SECONDS = 30.0

@@ -158,6 +158,7 @@ class TransferExecutor:
         are submitted after the forward pass, everything else before or after. Loads write their
         blocks after that work, too, and after the offloads fenced before.
         """
+        after = None
         for command in commands:
             job = Job(command.job_id)
             with self._changed:
@@ -166,8 +167,9 @@ class TransferExecutor:
                 assert self._engine is not None, "an offload needs registered KV caches"
                 self._start_copy(job, command, self._engine)
             elif isinstance(command, Load):
-                if self._engine is not None:
-                    job.after = self._engine.mark_compute()
+                if after is None and self._engine is not None:
+                    after = self._engine.mark_compute()
+                job.after = after
                 self._start_load(job, command)
             elif isinstance(command, Promote):
                 self._start_promote(job, command, 0, None)
