@@ -73,6 +73,7 @@ def test_a_full_document_becomes_dataclasses_in_bytes_and_seconds() -> None:
             "eviction": "lru",
             "pinned": "never",
             "huge_pages": False,
+            "hugetlb": True,
         },
         "secondary": [tier(cascade="second_touch", eviction="lru", io=io)],
         "offload": {"blocks_per_chunk": 4, "decode": False},
@@ -80,7 +81,7 @@ def test_a_full_document_becomes_dataclasses_in_bytes_and_seconds() -> None:
     }
     assert load_config(raw) == StoreConfig(
         primary=PrimaryConfig(
-            capacity_bytes=20 << 30, eviction="lru", pinned="never", huge_pages=False
+            capacity_bytes=20 << 30, eviction="lru", pinned="never", huge_pages=False, hugetlb=True
         ),
         secondary=(
             SecondaryConfig(

@@ -73,6 +73,8 @@ class PrimarySection(_Section):
     """`auto` pins the memory where CUDA is there; `never` leaves it pageable."""
     huge_pages: bool = True
     """Ask the kernel for transparent huge pages (a hint, never an error)."""
+    hugetlb: bool = False
+    """Take reserved huge pages (`vm.nr_hugepages`); a warning where there are too few."""
 
     def build(self) -> PrimaryConfig:
         """Return the section as the rest of tierstore sees it."""
@@ -81,6 +83,7 @@ class PrimarySection(_Section):
             eviction=self.eviction,
             pinned=self.pinned,
             huge_pages=self.huge_pages,
+            hugetlb=self.hugetlb,
         )
 
 

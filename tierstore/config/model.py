@@ -30,6 +30,8 @@ class PrimaryConfig:
     """`auto` pins the pool where CUDA is there, with a warning where pinning is refused."""
     huge_pages: bool = True
     """Ask the kernel for transparent huge pages (a hint, never an error)."""
+    hugetlb: bool = False
+    """Take reserved huge pages (`vm.nr_hugepages`); a warning where there are too few."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

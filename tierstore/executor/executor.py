@@ -115,6 +115,7 @@ class TransferExecutor:
         pool = HostPool(
             config.primary.capacity_bytes // PAGE_BYTES * PAGE_BYTES,
             huge_pages=config.primary.huge_pages,
+            hugetlb=config.primary.hugetlb,
         )
         engine = pin_threads = None
         if caches is not None:
