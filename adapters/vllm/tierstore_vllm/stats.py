@@ -46,7 +46,7 @@ class StatsSource:
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
-        self._reported: Mapping[str, int] = {}
+        self._reported: Mapping[str, float] = {}
 
     def take(self) -> TierStoreStats | None:
         """Return what was counted since the last call; None when nothing was."""
