@@ -1,6 +1,6 @@
 """A process that stores as fast as it can until it is killed: `python writing_process.py`.
 
-Reads a JSON object from standard input: the store's configuration, the chunk size, the first number.
+Reads a JSON object from standard input: configuration, chunk size, first number.
 Prints the number of accepted chunks after every put.
 """
 
