@@ -16,6 +16,7 @@ from typing import Any, Self
 import numpy as np
 
 from tierstore.arrays import ByteArray, Rows, adjacent_runs, byte_rows
+from tierstore.backend.opening import BackendOpener, open_backend
 from tierstore.clock import Clock, MonotonicClock
 from tierstore.config import StoreConfig, load_config
 from tierstore.errors import BackendError, ClosedError
@@ -100,10 +101,17 @@ class TierStore:
         self._closed = False
 
     @classmethod
-    def open(cls, config: StoreConfig | Mapping[str, Any] | str | Path, manifest: Manifest) -> Self:
+    def open(
+        cls,
+        config: StoreConfig | Mapping[str, Any] | str | Path,
+        manifest: Manifest,
+        *,
+        open_backend: BackendOpener = open_backend,
+    ) -> Self:
         """Open the tiers, creating what does not exist.
 
         `config` is a parsed configuration, a mapping with the same keys, or a YAML file's path.
+        `open_backend` is replaced by tests that let backends fail.
 
         Raises:
             ConfigError: the configuration is wrong.
@@ -115,7 +123,13 @@ class TierStore:
         stack = TierStack.open(config, manifest, rank_count=1, counters=counters)
         try:
             executor = TransferExecutor.open(
-                config, manifest, rank=0, rank_count=1, caches=None, counters=counters
+                config,
+                manifest,
+                rank=0,
+                rank_count=1,
+                caches=None,
+                counters=counters,
+                open_backend=open_backend,
             )
         except BaseException:
             stack.close()

@@ -1,5 +1,7 @@
 """The one place that knows which backend a configuration means."""
 
+from typing import Protocol
+
 from tierstore.backend.file import FileBackend
 from tierstore.backend.lmdb import LmdbBackend
 from tierstore.backend.protocol import Backend
@@ -7,7 +9,16 @@ from tierstore.config import SecondaryConfig
 from tierstore.geometry import SpaceGeometry
 from tierstore.manifest import Manifest
 
-__all__ = ["open_backend"]
+__all__ = ["BackendOpener", "open_backend"]
+
+
+class BackendOpener(Protocol):
+    """A function such as `open_backend`; tests give one that wraps its backends in faults."""
+
+    def __call__(
+        self, config: SecondaryConfig, manifest: Manifest, *, rank: int, rank_count: int
+    ) -> Backend:
+        """Open the payload store of one rank."""
 
 
 def open_backend(

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Self
 
-from tierstore.backend.opening import open_backend
+from tierstore.backend.opening import BackendOpener, open_backend
 from tierstore.backend.protocol import Backend
 from tierstore.clock import Clock, MonotonicClock
 from tierstore.config import SecondaryConfig, StoreConfig
@@ -44,13 +44,19 @@ class _TierIo:
     """One secondary tier's backend and its own threads, so that a hung tier stalls no other."""
 
     def __init__(
-        self, config: SecondaryConfig, manifest: Manifest, *, rank: int, rank_count: int
+        self,
+        config: SecondaryConfig,
+        manifest: Manifest,
+        opener: BackendOpener,
+        *,
+        rank: int,
+        rank_count: int,
     ) -> None:
         self.config = config
         self.backend: Backend | None = None
         """None: the tier is out of use."""
         try:
-            self.backend = open_backend(config, manifest, rank=rank, rank_count=rank_count)
+            self.backend = opener(config, manifest, rank=rank, rank_count=rank_count)
         except BackendError as error:
             _logger.error("tier is out of use: tier=%s cause=%s", config.name, error)
         self.pool = IoPool(config.io.threads, f"tierstore-{config.name}")
@@ -102,6 +108,7 @@ class TransferExecutor:
         rank_count: int,
         caches: CanonicalKVCaches | None,
         counters: Counters,
+        open_backend: BackendOpener = open_backend,
     ) -> Self:
         """Allocate the pool, open the backends, start the I/O threads.
 
@@ -120,7 +127,8 @@ class TransferExecutor:
             engine = HostCopyEngine()
             engine.register(caches, manifest.blocks_per_chunk, pool.address, pool.size_bytes)
         tiers = [
-            _TierIo(tier, manifest, rank=rank, rank_count=rank_count) for tier in config.secondary
+            _TierIo(tier, manifest, open_backend, rank=rank, rank_count=rank_count)
+            for tier in config.secondary
         ]
         return cls(
             manifest=manifest,
