@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tierstore.backend.protocol import Backend, RecordIo
+from tierstore.io_pool import IoPool
 from tierstore.key import Namespace, make_offload_keys
 from tierstore.layout import PAGE_BYTES, round_up
 from tierstore.record import HEADER_BYTES, PLACE_DTYPE
@@ -32,6 +33,7 @@ __all__ = [
     "SEGMENT_PAGES",
     "BackendConformance",
     "Extent",
+    "descriptor_count",
     "disk_bytes",
     "write_extent",
 ]
@@ -343,24 +345,24 @@ class BackendConformance(ABC):
         with self.opened(tmp_path) as backend:
             write_extent(backend, *extents)
             done = threading.Event()
+            pool = IoPool(4, "readers")
 
             def read() -> None:
                 try:
                     while not done.is_set():
                         for extent in extents:
                             seen.extend(extent.served(backend))
-                except BaseException as error:  # noqa: BLE001 - the test thread reports it
+                except BaseException as error:  # noqa: BLE001 - the test's own thread reports it
                     errors.append(error)
 
-            readers = [threading.Thread(target=read) for _ in range(4)]
-            for reader in readers:
-                reader.start()
+            pool.open()
+            for _ in range(4):
+                pool.submit_read(read)
             for index, extent in itertools.product(range(8), extents):
                 assert backend.release([self.run_of(extent, index)], []) is None
             assert backend.release([], [0]) is None
             done.set()
-            for reader in readers:
-                reader.join()
+            assert pool.close(30)
             assert errors == []
             for extent in extents:
                 assert extent.served(backend) == [FailureReason.ABSENT] * 8
