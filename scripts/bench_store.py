@@ -41,6 +41,7 @@ from tierstore.backend.opening import open_backend
 from tierstore.backend.protocol import Backend, RecordIo
 from tierstore.config import StoreConfig, load_config
 from tierstore.executor.job import split_batches
+from tierstore.geometry import SpaceGeometry
 from tierstore.io_pool import IoPool
 from tierstore.key import OffloadKey, make_offload_keys
 from tierstore.layout import PAGE_BYTES, round_up
@@ -111,34 +112,37 @@ class RawBench:
         self._buffer = memoryview(mmap.mmap(-1, size_bytes))
         self._buffer[:] = np.random.default_rng(1).bytes(size_bytes)
 
+        # One file for all runs: freeing its blocks would keep the device busy during others' turns.
+        self._fd = os.open(directory / "raw", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        os.posix_fallocate(self._fd, 0, size_bytes)
+
     def run(self, clock: Clock) -> None:
-        """Write a fresh file, read it, remove it."""
-        self._path.unlink(missing_ok=True)
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-        try:
-            os.posix_fallocate(fd, 0, self._size_bytes)
-            clock.time("raw write", self._size_bytes, partial(self._move, os.pwrite, fd))
-            os.fdatasync(fd)
-            read = partial(os.preadv, fd)
-            clock.time("raw read", self._size_bytes, partial(self._move, _read_into(read), fd))
-        finally:
-            os.close(fd)
-            self._path.unlink()
+        """Write the file and read it."""
+        clock.time("raw write", self._size_bytes, partial(self._move, _write))
+        os.fdatasync(self._fd)
+        clock.time("raw read", self._size_bytes, partial(self._move, _read))
 
-    def _move(self, call: Callable[[int, memoryview, int], int], fd: int) -> None:
+    def close(self) -> None:
+        """Close and remove the file."""
+        os.close(self._fd)
+        self._path.unlink()
+
+    def _move(self, call: Callable[[int, memoryview, int], int]) -> None:
         starts = range(0, self._size_bytes, RAW_REQUEST_BYTES)
-        self._threads.run([partial(self._one, call, fd, start) for start in starts])
+        self._threads.run([partial(self._one, call, start) for start in starts])
 
-    def _one(self, call: Callable[[int, memoryview, int], int], fd: int, start: int) -> str:
+    def _one(self, call: Callable[[int, memoryview, int], int], start: int) -> str:
         stop = min(start + RAW_REQUEST_BYTES, self._size_bytes)
-        moved = call(fd, self._buffer[start:stop], start)
+        moved = call(self._fd, self._buffer[start:stop], start)
         return "" if moved == stop - start else f"short I/O at {start}"
 
 
-def _read_into(
-    read: Callable[[list[memoryview], int], int],
-) -> Callable[[int, memoryview, int], int]:
-    return lambda _fd, buffer, offset: read([buffer], offset)
+def _write(fd: int, buffer: memoryview, offset: int) -> int:
+    return os.pwrite(fd, buffer, offset)
+
+
+def _read(fd: int, buffer: memoryview, offset: int) -> int:
+    return os.preadv(fd, [buffer], offset)
 
 
 class Data:
@@ -195,7 +199,8 @@ class BackendBench:
 
     def _layout(self, header_pages: int) -> tuple[list[RecordIo], tuple[Place, ...]]:
         stride = self._slot_bytes // PAGE_BYTES + (1 - header_pages)
-        segment_pages = max(16 << 20, (self._slot_bytes + PAGE_BYTES)) // PAGE_BYTES
+        geometry = SpaceGeometry.of(self._tier, self._data.manifest, 1)
+        segment_pages = min(geometry.segment_pages, 1 << 31)
         places = np.zeros(self._data.count, PLACE_DTYPE)
         segment, page, index = 0, 0, 0
         for place in places:
@@ -230,32 +235,37 @@ class StoreBench:
         self._requests = requests
         self._run_count = 0
 
-    def write(self, clock: Clock, *, durable: bool) -> None:
-        """Store one run after another, one per request size; the first is a warm-up."""
+    def run(self, clock: Clock) -> None:
+        """Write with and without a flush, then read what was written last."""
+        self._write(clock, durable=True)
+        self._write(clock, durable=False)
+        self._read(clock)
+
+    def _write(self, clock: Clock, *, durable: bool) -> None:
         what = "durable" if durable else "write"
         with TierStore.open(self._config, self._data.manifest) as store:
-            if self._run_count == 0:
-                self._put(store, self._data.keys(0), self._data.count, durable=True)
-                self._run_count = 1
+            # The first touch of memory costs more than all later ones.
+            self._put(store, self._data.keys(self._run_count), self._data.count, durable=True)
+            self._run_count += 1
             for request in self._requests:
                 keys = self._data.keys(self._run_count)
                 call = partial(self._put, store, keys, request, durable=durable)
                 clock.time(f"store {what}, {request}", self._data.size_bytes, call)
                 self._run_count += 1
 
-    def read(self, clock: Clock) -> None:
-        """Read the latest runs, which were written last and are not evicted, from disk."""
+    def _read(self, clock: Clock) -> None:
         requests = len(self._requests)
+        warm_up = self._data.keys(self._run_count - requests - 1)
         drop_page_cache(self._config.secondary[0].path)
         with TierStore.open(self._config, self._data.manifest) as store:
-            self._get(store, self._data.keys(0), self._data.count, expect_all=False)
+            self._get(store, warm_up, self._data.count, expect_all=False)
             for order in ("in order", "random"):
                 for number, request in enumerate(self._requests):
                     keys = self._data.keys(self._run_count - requests + number)
                     if order == "random":
-                        random.Random(number).shuffle(keys)
+                        random.Random(number).shuffle(keys)  # noqa: S311 - no secrets
                         # Memory holds the run of the largest request now; fill it with another.
-                        self._get(store, self._data.keys(0), self._data.count, expect_all=False)
+                        self._get(store, warm_up, self._data.count, expect_all=False)
                     name = f"store read {order}, {request}"
                     call = partial(self._get, store, keys, request, expect_all=True)
                     clock.time(name, self._data.size_bytes, call)
@@ -293,8 +303,8 @@ def demoted_chunks(store: TierStore) -> int:
 
 
 def drop_page_cache(path: Path) -> None:
-    """Make the next read of our files come from the device."""
-    for file in path.rglob("*"):
+    """Make the next read of payload come from the device; the catalog stays warm."""
+    for file in path.glob("rank*/**/*"):
         if file.is_file():
             fd = os.open(file, os.O_RDONLY)
             os.fdatasync(fd)
@@ -329,21 +339,20 @@ def bench(
     data = Data(manifest, chunk_bytes, count)
     clock, threads = Clock(), Threads(arguments.threads)
     raw = RawBench(directory, data.size_bytes, threads)
-    for run in range(arguments.runs):
-        for level in arguments.levels:
-            path = directory / level
-            config = config_of(path, backend, data.size_bytes, arguments)
+    levels: list[BackendBench | StoreBench] = []
+    for level in arguments.levels:
+        config = config_of(directory / level, backend, data.size_bytes, arguments)
+        if level == "backend":
+            levels.append(BackendBench(config, data, threads))
+        else:
+            levels.append(StoreBench(config, data, arguments.requests))
+    for _ in range(arguments.runs):
+        for parts in levels:
             raw.run(clock)
-            if level == "backend":
-                parts = BackendBench(config, data, threads)
-                parts.run(clock)
-            else:
-                parts = StoreBench(config, data, arguments.requests)
-                parts.write(clock, durable=True)
-                parts.write(clock, durable=False)
-                parts.read(clock)
-            parts.close()
+            parts.run(clock)
         print(".", end="", flush=True, file=sys.stderr)
+    for closing in (raw, *levels):
+        closing.close()
     threads.close()
     return {
         "backend": backend,

@@ -34,10 +34,11 @@ __all__ = ["PrefixMatch", "StoreStats", "TierStore"]
 
 _logger = logging.getLogger(__name__)
 
-_BATCH_BYTES = 32 << 20
-"""Chunks are put and got in batches of about this size, so that pins stay few."""
+_BATCH_BYTES = 8 << 20
+"""Chunks are put and got in batches of about this size: pins stay few, and the caller's copy of
+one batch overlaps the I/O of the next."""
 
-_BATCHES_IN_FLIGHT = 2
+_BATCHES_IN_FLIGHT = 4
 _STALL_SECONDS = 10.0
 """A put waits this long for a write queue that does not move; then its demotes are dropped."""
 
@@ -398,8 +399,10 @@ class TierStore:
 
     def _batch_chunks(self, group_idx: int) -> int:
         spec = self._specs[group_idx]
-        # Two batches of a get, or one of a put and the write-behind queue, fit into the tier.
-        share = self._config.primary.capacity_bytes // (4 * max(1, len(self._config.secondary)))
+        # The batches of a get, or one of a put and the write-behind queue, fill half of the tier.
+        share = self._config.primary.capacity_bytes // (
+            2 * _BATCHES_IN_FLIGHT * max(1, len(self._config.secondary))
+        )
         return max(1, min(_BATCH_BYTES, share) // spec.slot_bytes)
 
     def _check_open(self) -> None:
