@@ -34,11 +34,11 @@ __all__ = ["PrefixMatch", "StoreStats", "TierStore"]
 
 _logger = logging.getLogger(__name__)
 
-_BATCH_BYTES = 8 << 20
+_BATCH_BYTES = 4 << 20
 """Chunks are put and got in batches of about this size: pins stay few, and the caller's copy of
 one batch overlaps the I/O of the next."""
 
-_BATCHES_IN_FLIGHT = 4
+_BATCHES_IN_FLIGHT = 8
 _STALL_SECONDS = 10.0
 """A put waits this long for a write queue that does not move; then its demotes are dropped."""
 
