@@ -18,7 +18,7 @@ from tierstore.layout import PAGE_BYTES, round_up
 from tierstore.manifest import Manifest
 from tierstore.record import EXTENT_RECORDS_MAX, HEADER_BYTES
 
-__all__ = ["SpaceGeometry"]
+__all__ = ["SpaceGeometry", "segment_overhead_pages"]
 
 _SEGMENT_BYTES_MIN = 1 << 20
 _SEGMENT_BYTES_MAX = 1 << 30

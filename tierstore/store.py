@@ -16,6 +16,7 @@ from typing import Any, Self
 import numpy as np
 
 from tierstore.arrays import ByteArray, Rows, adjacent_runs, byte_rows
+from tierstore.backend.opening import BackendOpener, open_backend
 from tierstore.clock import Clock, MonotonicClock
 from tierstore.config import StoreConfig, load_config
 from tierstore.errors import BackendError, ClosedError
@@ -33,10 +34,11 @@ __all__ = ["PrefixMatch", "StoreStats", "TierStore"]
 
 _logger = logging.getLogger(__name__)
 
-_BATCH_BYTES = 32 << 20
-"""Chunks are put and got in batches of about this size, so that pins stay few."""
+_BATCH_BYTES = 4 << 20
+"""Chunks are put and got in batches of about this size: pins stay few, and the caller's copy of
+one batch overlaps the I/O of the next."""
 
-_BATCHES_IN_FLIGHT = 2
+_BATCHES_IN_FLIGHT = 8
 _STALL_SECONDS = 10.0
 """A put waits this long for a write queue that does not move; then its demotes are dropped."""
 
@@ -100,10 +102,17 @@ class TierStore:
         self._closed = False
 
     @classmethod
-    def open(cls, config: StoreConfig | Mapping[str, Any] | str | Path, manifest: Manifest) -> Self:
+    def open(
+        cls,
+        config: StoreConfig | Mapping[str, Any] | str | Path,
+        manifest: Manifest,
+        *,
+        open_backend: BackendOpener = open_backend,
+    ) -> Self:
         """Open the tiers, creating what does not exist.
 
         `config` is a parsed configuration, a mapping with the same keys, or a YAML file's path.
+        `open_backend` is replaced by tests that let backends fail.
 
         Raises:
             ConfigError: the configuration is wrong.
@@ -115,7 +124,13 @@ class TierStore:
         stack = TierStack.open(config, manifest, rank_count=1, counters=counters)
         try:
             executor = TransferExecutor.open(
-                config, manifest, rank=0, rank_count=1, caches=None, counters=counters
+                config,
+                manifest,
+                rank=0,
+                rank_count=1,
+                caches=None,
+                counters=counters,
+                open_backend=open_backend,
             )
         except BaseException:
             stack.close()
@@ -384,8 +399,10 @@ class TierStore:
 
     def _batch_chunks(self, group_idx: int) -> int:
         spec = self._specs[group_idx]
-        # Two batches of a get, or one of a put and the write-behind queue, fit into the tier.
-        share = self._config.primary.capacity_bytes // (4 * max(1, len(self._config.secondary)))
+        # The batches of a get, or one of a put and the write-behind queue, fill half of the tier.
+        share = self._config.primary.capacity_bytes // (
+            2 * _BATCHES_IN_FLIGHT * max(1, len(self._config.secondary))
+        )
         return max(1, min(_BATCH_BYTES, share) // spec.slot_bytes)
 
     def _check_open(self) -> None:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from tierstore.layout import PAGE_BYTES
 from tierstore.record import EXTENT_RECORDS_MAX
 
-__all__ = ["ReadPart", "ReadRun", "plan_reads", "split_extents", "valid_places"]
+__all__ = ["ReadPart", "ReadRun", "end_page", "plan_reads", "split_extents", "valid_places"]
 
 Places = npt.NDArray[np.void]
 Pages = npt.NDArray[np.int64]
@@ -48,17 +48,21 @@ class ReadPart:
     runs: list[ReadRun]
 
 
-def valid_places(places: Places, segment_pages: int) -> npt.NDArray[np.bool_]:
-    """Say which places can exist in segments of this size; the catalog's disk is not trusted."""
+def valid_places(places: Places) -> npt.NDArray[np.bool_]:
+    """Say which places are possible; the catalog's disk is not trusted."""
     stride = places["stride_pages"].astype(np.int64)
-    end_page = _payload_pages(places) + stride
     valid: npt.NDArray[np.bool_] = (
         (places["index"] < EXTENT_RECORDS_MAX)
         & (places["payload_bytes"] > 0)
         & (places["payload_bytes"] <= stride * PAGE_BYTES)
-        & (end_page <= segment_pages)
     )
     return valid
+
+
+def end_page(places: Places) -> int:
+    """Return the page behind the last of the records of one extent."""
+    last = places[-1]
+    return int(last["header_page"]) + 1 + (int(last["index"]) + 1) * int(last["stride_pages"])
 
 
 def split_extents(places: Places) -> list[tuple[int, int]]:

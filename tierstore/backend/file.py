@@ -8,7 +8,8 @@ import logging
 import mmap
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy.typing as npt
 from tierstore.backend.extent import (
     ReadPart,
     ReadRun,
+    end_page,
     plan_reads,
     split_extents,
     valid_places,
@@ -76,13 +78,16 @@ class FileBackend:
         segment_bytes: int,
         mode: IoMode = "direct",
         durable: bool = False,
+        leftovers: Callable[[], Sequence[Path]] = tuple,
         system: SystemCalls | None = None,
     ) -> None:
         """Describe the backend; `system` is replaced by tests that let system calls fail.
 
         `segment_bytes` is a multiple of `PAGE_BYTES`. `durable` flushes what `write` wrote before
-        it returns.
+        it returns. `leftovers` names the directories of ranks that are no more, whose segments are
+        released with ours.
         """
+        self._leftovers = leftovers
         self._directory = directory
         self._rank = rank
         self._segment_pages = segment_bytes // PAGE_BYTES
@@ -133,15 +138,23 @@ class FileBackend:
         if not records:
             return {}
         places = parse_places([record.place for record in records])
-        fits = self._fits(records, places)
+        fits = _fits(records, places)
         failed: dict[int, FailureReason] = {}
         for start, stop in split_extents(places):
-            if places["index"][start] == 0 and fits[start:stop].all():
+            is_whole = places["index"][start] == 0 and fits[start:stop].all()
+            if is_whole and end_page(places[start:stop]) <= self._segment_pages:
                 reason = self._write_extent(records[start:stop], places[start:stop])
             else:
                 reason = FailureReason.LAYOUT
             if reason is not None:
                 failed.update(dict.fromkeys(range(start, stop), reason))
+        if self._durable:
+            for segment in set(places["segment"].tolist()):
+                reason = self._try("flush", partial(self._files.flush, segment))
+                if reason is not None:
+                    failed.update(
+                        dict.fromkeys(np.flatnonzero(places["segment"] == segment).tolist(), reason)
+                    )
         return failed
 
     def read(self, records: Sequence[RecordIo]) -> dict[int, FailureReason]:
@@ -151,7 +164,7 @@ class FileBackend:
         if not records:
             return {}
         places = parse_places([record.place for record in records])
-        fits = self._fits(records, places)
+        fits = _fits(records, places)
         failed = dict.fromkeys(np.flatnonzero(~fits).tolist(), FailureReason.CORRUPT)
         if failed:
             self._failures.report("read", "impossible place", record_count=len(failed))
@@ -174,8 +187,14 @@ class FileBackend:
             return FailureReason.CLOSED
         empty = set(empty_segments)
         self._headers.drop_segments(empty.union(run.segment for run in runs))
-        reasons = [self._punch(run) for run in runs if run.segment not in empty]
-        reasons += [self._remove(segment) for segment in empty_segments]
+        punched = [run for run in runs if run.segment not in empty]
+        reasons = self._release(self._files, punched, empty_segments)
+        for directory in self._leftovers():
+            files = SegmentFiles(directory, self._segment_bytes, system=self._system)
+            try:
+                reasons += self._release(files, punched, empty_segments)
+            finally:
+                files.close()
         return next((reason for reason in reasons if reason is not None), None)
 
     def sync(self) -> None:
@@ -184,7 +203,7 @@ class FileBackend:
         Raises:
             BackendError: the device refused.
         """
-        for segment in self._files.take_unflushed():
+        for segment in self._files.unflushed:
             try:
                 self._files.flush(segment)
             except OSError as error:
@@ -197,17 +216,6 @@ class FileBackend:
         """Close all descriptors; idempotent. Calls that are still under way end undisturbed."""
         self._opened = False
         self._files.close()
-
-    def _fits(
-        self, records: Sequence[RecordIo], places: npt.NDArray[np.void]
-    ) -> npt.NDArray[np.bool_]:
-        """Say which places are possible and as long as their slots."""
-        slot_bytes = np.array([len(record.slot) for record in records], np.int64)
-        stride_bytes = places["stride_pages"].astype(np.int64) * PAGE_BYTES
-        fits: npt.NDArray[np.bool_] = valid_places(places, self._segment_pages) & (
-            slot_bytes == stride_bytes
-        )
-        return fits
 
     def _write_extent(
         self, records: Sequence[RecordIo], places: npt.NDArray[np.void]
@@ -232,8 +240,6 @@ class FileBackend:
                 written = self._files.write(held, buffers, header_page * PAGE_BYTES)
             finally:
                 self._files.release(held)
-            if self._durable:
-                self._files.flush(segment)
         except OSError as error:
             self._failures.report("write", name_of(error), record_count=len(records))
             return reason_of(error)
@@ -340,7 +346,7 @@ class FileBackend:
         payload_page = header_page + 1 + index * int(place["stride_pages"])
         page = self._scratch.page(0)
         self._headers.drop(segment, header_page)
-        self._files.forget_unlinked(segment)
+        self._files.forget_unlinked()
         try:
             held = self._files.acquire(segment)
             try:
@@ -357,24 +363,29 @@ class FileBackend:
         header = bytes(page[index * HEADER_BYTES : (index + 1) * HEADER_BYTES])
         return explain_mismatch(header, record.slot[:size], record.key, rank=self._rank)
 
-    def _punch(self, run: PageRun) -> FailureReason | None:
-        first_page = max(0, run.first_page)
-        end_page = min(run.first_page + run.page_count, self._segment_pages)
-        if first_page >= end_page:
-            return None
+    def _release(
+        self, files: SegmentFiles, runs: Sequence[PageRun], empty_segments: Sequence[int]
+    ) -> list[FailureReason | None]:
+        calls = [
+            partial(files.punch, run.segment, run.first_page * PAGE_BYTES, size_bytes)
+            for run in runs
+            if (size_bytes := run.page_count * PAGE_BYTES) > 0
+        ]
+        calls += [partial(files.remove, segment) for segment in empty_segments]
+        return [self._try("release", call) for call in calls]
+
+    def _try(self, action: str, call: Callable[[], None]) -> FailureReason | None:
         try:
-            self._files.punch(
-                run.segment, first_page * PAGE_BYTES, (end_page - first_page) * PAGE_BYTES
-            )
+            call()
         except OSError as error:
-            self._failures.report("release", name_of(error), record_count=0)
+            self._failures.report(action, name_of(error), record_count=0)
             return reason_of(error)
         return None
 
-    def _remove(self, segment: int) -> FailureReason | None:
-        try:
-            self._files.remove(segment)
-        except OSError as error:
-            self._failures.report("release", name_of(error), record_count=0)
-            return reason_of(error)
-        return None
+
+def _fits(records: Sequence[RecordIo], places: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+    """Say which places are possible and as long as their slots."""
+    slot_bytes = np.array([len(record.slot) for record in records], np.int64)
+    stride_bytes = places["stride_pages"].astype(np.int64) * PAGE_BYTES
+    fits: npt.NDArray[np.bool_] = valid_places(places) & (slot_bytes == stride_bytes)
+    return fits

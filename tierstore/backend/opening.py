@@ -1,5 +1,9 @@
 """The one place that knows which backend a configuration means."""
 
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
 from tierstore.backend.file import FileBackend
 from tierstore.backend.lmdb import LmdbBackend
 from tierstore.backend.protocol import Backend
@@ -7,7 +11,16 @@ from tierstore.config import SecondaryConfig
 from tierstore.geometry import SpaceGeometry
 from tierstore.manifest import Manifest
 
-__all__ = ["open_backend"]
+__all__ = ["BackendOpener", "leftover_directories", "open_backend"]
+
+
+class BackendOpener(Protocol):
+    """A function such as `open_backend`; tests give one that wraps its backends in faults."""
+
+    def __call__(
+        self, config: SecondaryConfig, manifest: Manifest, *, rank: int, rank_count: int
+    ) -> Backend:
+        """Open the payload store of one rank."""
 
 
 def open_backend(
@@ -29,6 +42,7 @@ def open_backend(
             segment_bytes=geometry.segment_bytes,
             mode=config.io.mode,
             durable=config.io.durable,
+            leftovers=partial(leftover_directories, config.path, rank, rank_count),
         )
     else:
         backend = LmdbBackend(
@@ -39,3 +53,17 @@ def open_backend(
         )
     backend.open()
     return backend
+
+
+def leftover_directories(path: Path, rank: int, rank_count: int) -> list[Path]:
+    """Find the directories of ranks k >= `rank_count` that rank k modulo `rank_count` cleans up.
+
+    An earlier run had more ranks; what the catalog evicts of it is released by us.
+    """
+    return [
+        directory
+        for directory in path.glob("rank[0-9]*")
+        if (number := directory.name.removeprefix("rank")).isdecimal()
+        and int(number) >= rank_count
+        and int(number) % rank_count == rank
+    ]

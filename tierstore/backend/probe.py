@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import logging
 import mmap
 import os
 import secrets
@@ -14,7 +15,10 @@ from tierstore.layout import PAGE_BYTES
 
 __all__ = ["FileSystemAbilities", "probe"]
 
+_logger = logging.getLogger(__name__)
+
 _UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV, errno.EPERM}
+_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +35,7 @@ def probe(directory: Path, system: SystemCalls) -> FileSystemAbilities:
     """Try allocation, hole punching, direct and mapped reads on a file without a name.
 
     Raises:
-        BackendError: the directory is not writable, full, or cannot give back parts of a file.
+        BackendError: the directory is not writable, or cannot give back parts of a file.
     """
     path = directory / f".probe-{secrets.token_hex(8)}"
     try:
@@ -42,7 +46,7 @@ def probe(directory: Path, system: SystemCalls) -> FileSystemAbilities:
         finally:
             os.close(fd)
     except OSError as error:
-        kind = BackendFullError if error.errno in {errno.ENOSPC, errno.EDQUOT} else BackendError
+        kind = BackendFullError if error.errno in _FULL else BackendError
         raise kind(
             f"{directory}: {error}; make the path writable, with room for one segment at least"
         ) from error
@@ -50,34 +54,39 @@ def probe(directory: Path, system: SystemCalls) -> FileSystemAbilities:
 
 def _probe_file(fd: int, directory: Path, system: SystemCalls) -> FileSystemAbilities:
     page = memoryview(mmap.mmap(-1, PAGE_BYTES))
+    # A hole takes no room: what was stored earlier can be read even from a full device.
+    os.ftruncate(fd, 2 * PAGE_BYTES)
+    abilities = FileSystemAbilities(
+        direct=_can_read_directly(fd, page, system), mapped=_can_copy_mapped(fd, page, system)
+    )
     try:
         system.allocate(fd, 0, 2 * PAGE_BYTES)
         system.pwritev(fd, [page], 0)
         system.punch_hole(fd, 0, PAGE_BYTES)
     except OSError as error:
-        if error.errno not in _UNSUPPORTED:
+        if error.errno in _FULL:
+            _logger.warning("device is full, nothing can be written yet: %s", directory)
+        elif error.errno in _UNSUPPORTED:
+            raise BackendError(
+                f"{directory}: the file system cannot punch holes into files ({error}); set "
+                "`backend: lmdb` for this tier, or use another file system such as ext4 or xfs"
+            ) from error
+        else:
             raise
-        raise BackendError(
-            f"{directory}: the file system cannot punch holes into files ({error}); "
-            "set `backend: lmdb` for this tier, or use another file system such as ext4 or xfs"
-        ) from error
-    return FileSystemAbilities(
-        direct=_can_read_directly(fd, page, system), mapped=_can_copy_mapped(fd, page, system)
-    )
+    return abilities
 
 
 def _can_read_directly(fd: int, page: memoryview, system: SystemCalls) -> bool:
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-        moved = system.pwritev(fd, [page], 0), system.preadv(fd, [page], PAGE_BYTES)
+        return system.preadv(fd, [page], PAGE_BYTES) == PAGE_BYTES
     except OSError as error:
         if error.errno not in _UNSUPPORTED:
             raise
         return False
     finally:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags)
-    return moved == (PAGE_BYTES, PAGE_BYTES)
 
 
 def _can_copy_mapped(fd: int, page: memoryview, system: SystemCalls) -> bool:

@@ -19,6 +19,7 @@ from tierstore.layout import PAGE_BYTES
 __all__ = ["Segment", "SegmentFiles"]
 
 _OPEN_COUNT_MAX = 64
+_FILE_BYTES_MAX = (1 << 63) - 1
 
 
 class Segment:
@@ -103,16 +104,22 @@ class SegmentFiles:
         if unused:
             os.close(segment.fd)
 
-    def forget_unlinked(self, segment: int) -> None:
-        """Drop a cached descriptor whose file has no name any more."""
+    def forget_unlinked(self) -> None:
+        """Drop the cached descriptors of files that somebody removed."""
         with self._lock:
-            cached = self._segments.get(segment)
-            unlinked = cached is not None and os.fstat(cached.fd).st_nlink == 0
-        if unlinked:
+            unlinked = [
+                segment
+                for segment, cached in self._segments.items()
+                if os.fstat(cached.fd).st_nlink == 0
+            ]
+        for segment in unlinked:
             self._forget(segment)
 
     def punch(self, segment: int, offset: int, size_bytes: int) -> None:
         """Give a range back to the file system; an absent file has nothing to give.
+
+        The range may reach behind the end of the file: the sizes of segments that an earlier run
+        left differ from ours.
 
         Raises:
             OSError: the file system refused.
@@ -122,7 +129,9 @@ class SegmentFiles:
         except FileNotFoundError:
             return
         try:
-            self._system.punch_hole(held.fd, offset, size_bytes)
+            size_bytes = min(size_bytes, os.fstat(held.fd).st_size - offset)
+            if size_bytes > 0:
+                self._system.punch_hole(held.fd, offset, size_bytes)
         finally:
             self.release(held)
 
@@ -132,7 +141,7 @@ class SegmentFiles:
         Raises:
             OSError: the file system refused.
         """
-        self.punch(segment, 0, self._segment_bytes)
+        self.punch(segment, 0, _FILE_BYTES_MAX)
         try:
             self._system.unlink(self._path(segment))
         except FileNotFoundError:
@@ -142,24 +151,30 @@ class SegmentFiles:
             with self._lock:
                 self._unflushed.discard(segment)
 
-    def take_unflushed(self) -> list[int]:
-        """Return the segments written since the last call."""
+    @property
+    def unflushed(self) -> list[int]:
+        """The segments written since their last `flush`."""
         with self._lock:
-            segments, self._unflushed = self._unflushed, set()
-        return sorted(segments)
+            return sorted(self._unflushed)
 
     def flush(self, segment: int) -> None:
-        """Flush one segment to the device.
+        """Flush one segment to the device; one that is gone has nothing to flush.
 
         Raises:
-            OSError: the device refused.
+            OSError: the device refused; the segment stays unflushed.
         """
+        with self._lock:
+            self._unflushed.discard(segment)
         try:
             held = self.acquire(segment)
         except FileNotFoundError:
             return
         try:
             self._system.flush(held.fd)
+        except OSError:
+            with self._lock:
+                self._unflushed.add(segment)
+            raise
         finally:
             self.release(held)
 
@@ -201,7 +216,8 @@ class SegmentFiles:
 
     def _insert(self, segment: int, fd: int) -> Segment:
         """Put a fresh descriptor into the cache, unless another thread was faster."""
-        opened = Segment(fd, self._map(fd) if self._mapped else None)
+        opened = Segment(fd, _map(fd) if self._mapped else None)
+        self.forget_unlinked()
         unused = []
         with self._lock:
             cached = self._segments.get(segment)
@@ -238,7 +254,8 @@ class SegmentFiles:
             try:
                 fd = self._system.open(path, self._flags | os.O_CREAT)
             except FileNotFoundError:
-                self._directory.mkdir(parents=True, exist_ok=True)
+                # Not its parents: a path that vanished is in use again when somebody makes it.
+                self._directory.mkdir(exist_ok=True)
                 fd = self._system.open(path, self._flags | os.O_CREAT)
             size_bytes = os.fstat(fd).st_size
             try:
@@ -251,11 +268,10 @@ class SegmentFiles:
                 raise
             return self._insert(segment, fd)
 
-    def _map(self, fd: int) -> mmap.mmap | None:
-        size_bytes = min(os.fstat(fd).st_size, self._segment_bytes)
-        if size_bytes == 0:
-            return None
-        return mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ)
+
+def _map(fd: int) -> mmap.mmap | None:
+    size_bytes = os.fstat(fd).st_size
+    return mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ) if size_bytes else None
 
 
 def _transfer(

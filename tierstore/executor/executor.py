@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
+from tierstore.backend.opening import BackendOpener, open_backend
 from tierstore.backend.protocol import Backend
 from tierstore.clock import Clock, MonotonicClock
 from tierstore.config import StoreConfig
@@ -99,6 +100,7 @@ class TransferExecutor:
         caches: CanonicalKVCaches | None,
         counters: Counters,
         compute_stream: Callable[[], int] | None = None,
+        open_backend: BackendOpener = open_backend,
     ) -> Self:
         """Allocate the pool, open the backends, start the I/O threads.
 
@@ -132,7 +134,8 @@ class TransferExecutor:
             if pin_threads is not None:
                 pin_threads.open()
         tiers = [
-            TierIo(tier, manifest, rank=rank, rank_count=rank_count) for tier in config.secondary
+            TierIo(tier, manifest, open_backend, rank=rank, rank_count=rank_count)
+            for tier in config.secondary
         ]
         return cls(
             manifest=manifest,

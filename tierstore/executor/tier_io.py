@@ -3,7 +3,7 @@
 import logging
 from typing import TYPE_CHECKING
 
-from tierstore.backend.opening import open_backend
+from tierstore.backend.opening import BackendOpener
 from tierstore.config import SecondaryConfig
 from tierstore.errors import BackendError
 from tierstore.io_pool import IoPool
@@ -21,14 +21,20 @@ class TierIo:
     """One secondary tier's backend and its own threads, so that a hung tier stalls no other."""
 
     def __init__(
-        self, config: SecondaryConfig, manifest: Manifest, *, rank: int, rank_count: int
+        self,
+        config: SecondaryConfig,
+        manifest: Manifest,
+        opener: BackendOpener,
+        *,
+        rank: int,
+        rank_count: int,
     ) -> None:
         """Open the backend and start the threads."""
         self.config = config
         self.backend: Backend | None = None
         """None: the tier is out of use."""
         try:
-            self.backend = open_backend(config, manifest, rank=rank, rank_count=rank_count)
+            self.backend = opener(config, manifest, rank=rank, rank_count=rank_count)
         except BackendError as error:
             _logger.error("tier is out of use: tier=%s cause=%s", config.name, error)
         self.pool = IoPool(config.io.threads, f"tierstore-{config.name}")

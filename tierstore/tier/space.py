@@ -27,6 +27,10 @@ from tierstore.tier.catalog_schema import (
 __all__ = ["Space", "coalesce"]
 
 _STATE_KEY = b"state"
+
+_EXTENT_PAGES_MAX = 1024
+"""Longer extents of large records would be written and read by one thread while others idle."""
+
 _DAMAGED = "remove the tier's directory; it is rebuilt from nothing"
 
 
@@ -136,7 +140,7 @@ class Space:
             if self.active is not None:
                 row = self.segment(self.active)
                 room = row.page_count - row.next_page - self._geometry.header_pages
-                fit = min(count, EXTENT_RECORDS_MAX, max(0, room) // stride_pages)
+                fit = min(count, _extent_records_max(stride_pages), max(0, room) // stride_pages)
             if self.active is None or fit == 0:
                 self._open_segment()
                 continue
@@ -285,9 +289,9 @@ class Space:
     def _record_count(self, room_pages: int, stride_pages: int) -> int:
         """Return how many records fit into a run of pages, headers included."""
         header_pages = self._geometry.header_pages
-        extent_pages = header_pages + EXTENT_RECORDS_MAX * stride_pages
-        extent_count, rest = divmod(room_pages, extent_pages)
-        return extent_count * EXTENT_RECORDS_MAX + max(0, rest - header_pages) // stride_pages
+        per_extent = _extent_records_max(stride_pages)
+        extent_count, rest = divmod(room_pages, header_pages + per_extent * stride_pages)
+        return extent_count * per_extent + max(0, rest - header_pages) // stride_pages
 
     def _open_segment(self) -> None:
         if self.active is not None:
@@ -340,6 +344,10 @@ class Space:
         row.charged_pages -= pages
         self.state.pending_pages -= pages * row.rank_count
         self.state.charged_pages -= pages * row.rank_count
+
+
+def _extent_records_max(stride_pages: int) -> int:
+    return min(EXTENT_RECORDS_MAX, max(1, _EXTENT_PAGES_MAX // stride_pages))
 
 
 def coalesce(runs: RowArray) -> RowArray:

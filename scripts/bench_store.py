@@ -1,0 +1,426 @@
+"""Measure what a store moves: GB/s to and from a device, beside the raw limit of that device.
+
+    scripts/bench_store.py PATH [--chunks 64KiB 256KiB] [--requests 1 256] [--json FILE]
+
+Per chunk size and backend, interleaved in every run:
+
+    raw      large sequential O_DIRECT requests, as many at once as the tier has threads, into
+             a preallocated file: the limit
+    backend  the payload store alone, extents of a request split among the same threads
+    store    TierStore.put until every chunk has its record, TierStore.get from disk
+
+`write` is cold and not flushed, `durable` flushes to the device before the clock stops. `read` is
+cold: pages of our files are dropped from the page cache, memory holds other chunks. `random` reads
+the chunks in another order than they were stored in. Every figure is the median of the runs, with
+the fastest and the slowest; CPU seconds are those of the whole process, per GB.
+"""
+
+import argparse
+import json
+import mmap
+import os
+import platform
+import random
+import resource
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from tierstore import Manifest, TierStore
+from tierstore.backend.opening import open_backend
+from tierstore.backend.protocol import Backend, RecordIo
+from tierstore.config import StoreConfig, load_config
+from tierstore.executor.job import split_batches
+from tierstore.geometry import SpaceGeometry
+from tierstore.io_pool import IoPool
+from tierstore.key import OffloadKey, make_offload_keys
+from tierstore.layout import PAGE_BYTES, round_up
+from tierstore.record import EXTENT_RECORDS_MAX, PLACE_DTYPE
+from tierstore.transfer import FailureReason, Place
+
+CHUNKS = ["16KiB", "64KiB", "256KiB", "1MiB", "4MiB", "16MiB"]
+RAW_REQUEST_BYTES = 4 << 20
+PATIENCE_SECONDS = 60.0
+UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+@dataclass
+class Clock:
+    """GB/s and CPU seconds per GB of each measurement, by name."""
+
+    rates: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    cpu: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def time(self, name: str, size_bytes: int, call: Callable[[], object]) -> None:
+        """Run `call`, which moves `size_bytes`."""
+        start, cpu_start = time.perf_counter(), time.process_time()
+        call()
+        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu_start
+        self.rates[name].append(size_bytes / seconds / 1e9)
+        self.cpu[name].append(cpu * 1e9 / size_bytes)
+
+
+class Threads:
+    """Runs tasks in the threads of a pool and waits for all of them."""
+
+    def __init__(self, count: int) -> None:
+        self._pool = IoPool(count, "bench")
+        self._pool.open()
+
+    def run(self, tasks: Sequence[Callable[[], object]]) -> None:
+        """Run all tasks; returns when the last has ended."""
+        left = threading.Semaphore(0)
+        problems: list[object] = []
+
+        def run_one(task: Callable[[], object]) -> None:
+            try:
+                problem = task()
+                if problem:
+                    problems.append(problem)
+            finally:
+                left.release()
+
+        for task in tasks:
+            self._pool.submit_write(partial(run_one, task))
+        for _ in tasks:
+            left.acquire()
+        if problems:
+            raise RuntimeError(f"benchmark task failed: {problems[0]}")
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self._pool.close(PATIENCE_SECONDS)
+
+
+class RawBench:
+    """Large sequential O_DIRECT I/O on one preallocated file."""
+
+    def __init__(self, directory: Path, size_bytes: int, threads: Threads) -> None:
+        self._path = directory / "raw"
+        self._size_bytes = size_bytes
+        self._threads = threads
+        self._buffer = memoryview(mmap.mmap(-1, size_bytes))
+        self._buffer[:] = np.random.default_rng(1).bytes(size_bytes)
+
+        # One file for all runs: freeing its blocks would keep the device busy during others' turns.
+        self._fd = os.open(directory / "raw", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        os.posix_fallocate(self._fd, 0, size_bytes)
+
+    def run(self, clock: Clock) -> None:
+        """Write the file and read it."""
+        clock.time("raw write", self._size_bytes, partial(self._move, _write))
+        os.fdatasync(self._fd)
+        clock.time("raw read", self._size_bytes, partial(self._move, _read))
+
+    def close(self) -> None:
+        """Close and remove the file."""
+        os.close(self._fd)
+        self._path.unlink()
+
+    def _move(self, call: Callable[[int, memoryview, int], int]) -> None:
+        starts = range(0, self._size_bytes, RAW_REQUEST_BYTES)
+        self._threads.run([partial(self._one, call, start) for start in starts])
+
+    def _one(self, call: Callable[[int, memoryview, int], int], start: int) -> str:
+        stop = min(start + RAW_REQUEST_BYTES, self._size_bytes)
+        moved = call(self._fd, self._buffer[start:stop], start)
+        return "" if moved == stop - start else f"short I/O at {start}"
+
+
+def _write(fd: int, buffer: memoryview, offset: int) -> int:
+    return os.pwrite(fd, buffer, offset)
+
+
+def _read(fd: int, buffer: memoryview, offset: int) -> int:
+    return os.preadv(fd, [buffer], offset)
+
+
+class Data:
+    """Chunks and keys of the runs: the same bytes in every run, other keys."""
+
+    def __init__(self, manifest: Manifest, chunk_bytes: int, count: int) -> None:
+        self.manifest = manifest
+        self.count = count
+        self.chunk_bytes = chunk_bytes
+        random_bytes = np.random.default_rng(2).bytes(count * chunk_bytes)
+        self.rows = np.frombuffer(random_bytes, np.uint8).reshape(count, chunk_bytes)
+        self.out = np.zeros_like(self.rows)
+
+    def keys(self, run: int) -> list[OffloadKey]:
+        """Return the keys of one run."""
+        hashes = [f"{run:08}{i:024}".encode() for i in range(self.count)]
+        return make_offload_keys(self.manifest.namespace, 0, hashes)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of one run."""
+        return self.count * self.chunk_bytes
+
+
+class BackendBench:
+    """One payload store, driven as the executor drives it."""
+
+    def __init__(self, config: StoreConfig, data: Data, threads: Threads) -> None:
+        self._tier = config.secondary[0]
+        self._data = data
+        self._threads = threads
+        self._slot_bytes = round_up(data.chunk_bytes, PAGE_BYTES)
+        self._pool = memoryview(mmap.mmap(-1, self._slot_bytes * data.count))
+        for i, row in enumerate(data.rows):
+            self._pool[i * self._slot_bytes :][: data.chunk_bytes] = row
+        self._backend: Backend = open_backend(self._tier, data.manifest, rank=0, rank_count=1)
+        header_pages = 1 if self._tier.backend == "file" else 0
+        self._records, self._places = self._layout(header_pages)
+        self._segments = sorted({int.from_bytes(place[:4], "little") for place in self._places})
+
+    def run(self, clock: Clock) -> None:
+        """Write everything, read it, release it."""
+        size_bytes = self._data.size_bytes
+        clock.time("backend write", size_bytes, partial(self._move, self._backend.write))
+        self._backend.sync()
+        drop_page_cache(self._tier.path)
+        clock.time("backend read", size_bytes, partial(self._move, self._backend.read))
+        self._backend.release([], self._segments)
+
+    def close(self) -> None:
+        """Close the backend and remove its files."""
+        self._backend.close()
+        shutil.rmtree(self._tier.path)
+
+    def _layout(self, header_pages: int) -> tuple[list[RecordIo], tuple[Place, ...]]:
+        stride = self._slot_bytes // PAGE_BYTES + (1 - header_pages)
+        geometry = SpaceGeometry.of(self._tier, self._data.manifest, 1)
+        segment_pages = min(geometry.segment_pages, 1 << 31)
+        places = np.zeros(self._data.count, PLACE_DTYPE)
+        segment, page, index = 0, 0, 0
+        for place in places:
+            end_page = page + header_pages + (index + 1) * stride
+            if index == EXTENT_RECORDS_MAX or end_page > segment_pages:
+                page += header_pages + index * stride
+                index = 0
+                if page + header_pages + stride > segment_pages:
+                    segment, page = segment + 1, 0
+            place["segment"], place["header_page"], place["index"] = segment, page, index
+            place["stride_pages"], place["payload_bytes"] = stride, self._data.chunk_bytes
+            index += 1
+        encoded = tuple(Place(place.tobytes()) for place in places)
+        slots = [
+            self._pool[i * self._slot_bytes : (i + 1) * self._slot_bytes]
+            for i in range(self._data.count)
+        ]
+        keys = self._data.keys(0)
+        return list(map(RecordIo, keys, encoded, slots)), encoded
+
+    def _move(self, call: Callable[[Sequence[RecordIo]], dict[int, FailureReason]]) -> None:
+        batches = split_batches(self._places, self._data.chunk_bytes, self._tier.io.threads)
+        self._threads.run([partial(call, self._records[i:j]) for i, j in batches])
+
+
+class StoreBench:
+    """A TierStore whose memory holds one run, so that earlier runs are read from disk."""
+
+    def __init__(self, config: StoreConfig, data: Data, requests: Sequence[int]) -> None:
+        self._config = config
+        self._data = data
+        self._requests = requests
+        self._run_count = 0
+
+    def run(self, clock: Clock) -> None:
+        """Write with and without a flush, then read what was written last."""
+        self._write(clock, durable=True)
+        self._write(clock, durable=False)
+        self._read(clock)
+
+    def _write(self, clock: Clock, *, durable: bool) -> None:
+        what = "durable" if durable else "write"
+        with TierStore.open(self._config, self._data.manifest) as store:
+            # The first touch of memory costs more than all later ones.
+            self._put(store, self._data.keys(self._run_count), self._data.count, durable=True)
+            self._run_count += 1
+            for request in self._requests:
+                keys = self._data.keys(self._run_count)
+                call = partial(self._put, store, keys, request, durable=durable)
+                clock.time(f"store {what}, {request}", self._data.size_bytes, call)
+                self._run_count += 1
+
+    def _read(self, clock: Clock) -> None:
+        requests = len(self._requests)
+        warm_up = self._data.keys(self._run_count - requests - 1)
+        drop_page_cache(self._config.secondary[0].path)
+        with TierStore.open(self._config, self._data.manifest) as store:
+            self._get(store, warm_up, self._data.count, expect_all=False)
+            for order in ("in order", "random"):
+                for number, request in enumerate(self._requests):
+                    keys = self._data.keys(self._run_count - requests + number)
+                    if order == "random":
+                        random.Random(number).shuffle(keys)  # noqa: S311 - no secrets
+                        # Memory holds the run of the largest request now; fill it with another.
+                        self._get(store, warm_up, self._data.count, expect_all=False)
+                    name = f"store read {order}, {request}"
+                    call = partial(self._get, store, keys, request, expect_all=True)
+                    clock.time(name, self._data.size_bytes, call)
+
+    def close(self) -> None:
+        """Remove the files."""
+        shutil.rmtree(self._config.secondary[0].path)
+
+    def _put(
+        self, store: TierStore, keys: list[OffloadKey], request: int, *, durable: bool
+    ) -> None:
+        before = demoted_chunks(store)
+        for i in range(0, len(keys), request):
+            store.put(keys[i : i + request], self._data.rows[i : i + request])
+        if durable:
+            store.flush()
+        until = time.monotonic() + PATIENCE_SECONDS
+        while demoted_chunks(store) - before < len(keys):
+            if time.monotonic() > until:
+                raise RuntimeError(f"chunks were not recorded: {store.stats().counters}")
+            time.sleep(0.0002)
+
+    def _get(
+        self, store: TierStore, keys: list[OffloadKey], request: int, *, expect_all: bool
+    ) -> None:
+        for i in range(0, len(keys), request):
+            found = store.get(keys[i : i + request], self._data.out[i : i + request])
+            if expect_all and not all(found):
+                raise RuntimeError(f"chunks were not found: {store.stats().counters}")
+
+
+def demoted_chunks(store: TierStore) -> int:
+    """Return how many chunks the tier recorded so far."""
+    return store.stats().counters.get('demoted_chunks_total{tier="disk"}', 0)
+
+
+def drop_page_cache(path: Path) -> None:
+    """Make the next read of payload come from the device; the catalog stays warm."""
+    for file in path.glob("rank*/**/*"):
+        if file.is_file():
+            fd = os.open(file, os.O_RDONLY)
+            os.fdatasync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+
+def config_of(
+    directory: Path, backend: str, data_bytes: int, arguments: argparse.Namespace
+) -> StoreConfig:
+    """Return a store whose memory holds one run and whose disk holds the runs of one pass."""
+    tier = {
+        "name": "disk",
+        "backend": backend,
+        "path": str(directory),
+        "capacity": f"{data_bytes * (2 * len(arguments.requests) + 4) + (48 << 20)}B",
+        "io": {"threads": arguments.threads, "mode": arguments.mode, "deadline": "60s"},
+    }
+    if backend == "lmdb":
+        del tier["io"]["mode"]  # type: ignore[attr-defined]
+    primary = {"capacity": f"{data_bytes + (8 << 20)}B"}
+    return load_config({"version": 1, "primary": primary, "secondary": [tier]})
+
+
+def bench(
+    directory: Path, backend: str, chunk: str, arguments: argparse.Namespace
+) -> dict[str, object]:
+    """Measure one backend with one chunk size."""
+    chunk_bytes = parse_size(chunk)
+    manifest = Manifest.simple("bench", chunk_bytes=chunk_bytes)
+    count = max(1, parse_size(arguments.bytes) // chunk_bytes)
+    data = Data(manifest, chunk_bytes, count)
+    clock, threads = Clock(), Threads(arguments.threads)
+    raw = RawBench(directory, data.size_bytes, threads)
+    levels: list[BackendBench | StoreBench] = []
+    for level in arguments.levels:
+        config = config_of(directory / level, backend, data.size_bytes, arguments)
+        if level == "backend":
+            levels.append(BackendBench(config, data, threads))
+        else:
+            levels.append(StoreBench(config, data, arguments.requests))
+    for _ in range(arguments.runs):
+        for parts in levels:
+            raw.run(clock)
+            parts.run(clock)
+        print(".", end="", flush=True, file=sys.stderr)
+    for closing in (raw, *levels):
+        closing.close()
+    threads.close()
+    return {
+        "backend": backend,
+        "chunk_bytes": chunk_bytes,
+        "bytes_per_run": data.size_bytes,
+        "gigabytes_per_second": dict(clock.rates),
+        "cpu_seconds_per_gigabyte": dict(clock.cpu),
+        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def lines_of(result: dict[str, object]) -> Iterator[str]:
+    """Describe one result."""
+    rates: dict[str, list[float]] = result["gigabytes_per_second"]  # type: ignore[assignment]
+    cpu: dict[str, list[float]] = result["cpu_seconds_per_gigabyte"]  # type: ignore[assignment]
+    yield f"\n{result['backend']}, chunks of {result['chunk_bytes']} bytes"
+    for name, values in rates.items():
+        limit = statistics.median(rates["raw read" if "read" in name else "raw write"])
+        median = statistics.median(values)
+        yield (
+            f"  {name:28} {median:6.2f} GB/s ({min(values):.2f}-{max(values):.2f})"
+            f"  {median / limit:5.0%} of raw  {statistics.median(cpu[name]):.2f} CPU s/GB"
+        )
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that a size such as `64KiB` means."""
+    return int(float(text[:-3]) * UNITS[text[-3:]])
+
+
+def main() -> None:
+    """Run as a script."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("path", type=Path, help="directory on the device; removed files only ours")
+    parser.add_argument("--chunks", nargs="+", default=CHUNKS)
+    parser.add_argument("--backends", nargs="+", choices=["file", "lmdb"], default=["file", "lmdb"])
+    parser.add_argument(
+        "--levels", nargs="+", choices=["backend", "store"], default=["backend", "store"]
+    )
+    parser.add_argument(
+        "--requests", nargs="+", type=int, default=[16, 256], help="chunks per call"
+    )
+    parser.add_argument("--bytes", default="32MiB", help="moved per measurement")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=4)
+    parser.add_argument("--mode", choices=["direct", "buffered", "mmap"], default="direct")
+    parser.add_argument("--json", type=Path, help="write all values to this file")
+    arguments = parser.parse_args()
+    conditions = {
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        **{name: getattr(arguments, name) for name in ("bytes", "runs", "threads", "mode")},
+    }
+    print(*(f"{name}={value}" for name, value in conditions.items()))
+    results = []
+    arguments.path.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="bench-store-", dir=arguments.path) as name:
+        for backend in arguments.backends:
+            for chunk in arguments.chunks:
+                results.append(bench(Path(name), backend, chunk, arguments))
+                print(*lines_of(results[-1]), sep="\n", flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"conditions": conditions, "results": results}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,377 @@
+"""Faults of the kernel and of the file system below the file backend."""
+
+import errno
+import logging
+import os
+import shutil
+import threading
+
+import pytest
+
+from tierstore.backend.failure import reason_of
+from tierstore.backend.file import FileBackend
+from tierstore.backend.opening import leftover_directories
+from tierstore.backend.syscall import SystemCalls
+from tierstore.errors import BackendError
+from tierstore.layout import PAGE_BYTES
+from tierstore.testing.backend_conformance import (
+    SEGMENT_BYTES,
+    Extent,
+    descriptor_count,
+    disk_bytes,
+    write_extent,
+)
+from tierstore.testing.faults import FaultSchedule, FaultySystem, ShortIoSystem
+from tierstore.transfer import FailureReason, PageRun
+
+MODES = ["direct", "buffered", "mmap"]
+FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+def opened(directory, *, mode="direct", **options):
+    backend = FileBackend(directory, rank=0, segment_bytes=SEGMENT_BYTES, mode=mode, **options)
+    backend.open()
+    return backend
+
+
+def faulty(directory, code, fail_at, **options):
+    """Open a backend whose system calls fail from call `fail_at` after the opening."""
+    schedule = FaultSchedule(1 << 60)
+    backend = opened(directory, system=FaultySystem(schedule, code), **options)
+    schedule._fail_at = schedule.call_count + fail_at
+    return backend, schedule
+
+
+@pytest.mark.parametrize("code", sorted(errno.errorcode))
+def test_every_error_of_the_system_has_a_reason(code):
+    expected = FailureReason.IO_ERROR
+    if code == errno.ENOENT:
+        expected = FailureReason.ABSENT
+    elif code in FULL:
+        expected = FailureReason.FULL
+    assert reason_of(OSError(code, os.strerror(code))) is expected
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("bytes_max", [PAGE_BYTES, 3 * PAGE_BYTES])
+def test_short_reads_and_writes_are_continued(tmp_path, mode, bytes_max):
+    extents = Extent(5, 9000), Extent(3, 9000, page=100)
+    backend = opened(tmp_path, mode=mode, system=ShortIoSystem(bytes_max))
+    write_extent(backend, *extents)
+    for extent in extents:
+        assert extent.served(backend) == [None] * len(extent)
+    backend.close()
+    with_plain_system = opened(tmp_path, mode=mode)
+    for extent in extents:
+        assert extent.served(with_plain_system) == [None] * len(extent)
+    with_plain_system.close()
+
+
+class StalledSystem(SystemCalls):
+    """A device that takes no more bytes, without an error."""
+
+    def pwritev(self, fd, buffers, offset):
+        return 0
+
+
+def test_a_write_that_stalls_fails(tmp_path):
+    backend = opened(tmp_path)
+    backend._files._system = StalledSystem()
+    assert set(backend.write(Extent(3, 9000).to_write()).values()) == {FailureReason.IO_ERROR}
+    backend.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
+def test_every_system_call_of_a_life_may_fail(tmp_path, mode, code):
+    """Fail the n-th call for n = 1, 2, ... until none is left: no wrong byte, no descriptor left,
+    and whatever was written without a failure is served by a healthy backend afterwards."""
+    for fail_at in range(1, 60):
+        directory = tmp_path / str(fail_at)
+        extents = Extent(4, 9000), Extent(4, 9000, page=64), Extent(4, 9000, segment=1)
+        before = descriptor_count()
+        backend, schedule = faulty(directory, code, fail_at, mode=mode)
+        written = []
+        for extent in extents:
+            failed = backend.write(extent.to_write())
+            assert len(failed) in {0, len(extent)}, "an extent fails as a whole"
+            assert set(failed.values()) <= {reason_of(OSError(code, ""))}
+            if not failed:
+                written.append(extent)
+        for extent in extents:
+            served = extent.served(backend)
+            allowed = {
+                None,
+                FailureReason.ABSENT,
+                FailureReason.CORRUPT,
+                reason_of(OSError(code, "")),
+            }
+            assert set(served) <= allowed
+        try:
+            backend.sync()
+        except BackendError:
+            assert schedule.has_struck
+            backend.sync()  # what was not flushed is flushed now
+        if backend.release([], [1]) is not None:
+            assert backend.release([], [1]) is None
+        assert not (directory / "00000001.seg").exists()
+        backend.close()
+        assert descriptor_count() == before
+        healthy = opened(directory, mode=mode)
+        for extent in written:
+            expected = FailureReason.ABSENT if extent.segment else None
+            assert set(extent.served(healthy)) == {expected}
+        healthy.close()
+        if not schedule.has_struck:
+            return
+    pytest.fail("a fault still struck at call 59")
+
+
+@pytest.mark.parametrize("code", sorted(FULL))
+def test_a_first_write_to_a_full_device_leaves_no_bytes(tmp_path, code):
+    backend, _ = faulty(tmp_path, code, 1)
+    backend._files._system = FullSystem(code)
+    extent = Extent(4, 9000)
+    assert set(backend.write(extent.to_write()).values()) == {FailureReason.FULL}
+    assert disk_bytes(tmp_path) == 0
+    assert list(tmp_path.iterdir()) == []
+    backend._files._system = SystemCalls()
+    write_extent(backend, extent)
+    assert extent.served(backend) == [None] * 4
+    backend.close()
+
+
+class FullSystem(SystemCalls):
+    """A device with room for half a segment."""
+
+    def __init__(self, code):
+        self.code = code
+
+    def allocate(self, fd, offset, size_bytes):
+        super().allocate(fd, offset, size_bytes // 2)
+        raise OSError(self.code, os.strerror(self.code))
+
+
+def test_a_segment_is_allocated_whole_by_its_first_write(tmp_path):
+    backend = opened(tmp_path)
+    write_extent(backend, Extent(1, 100))
+    status = (tmp_path / "00000000.seg").stat()
+    assert status.st_size == SEGMENT_BYTES
+    assert status.st_blocks * 512 >= SEGMENT_BYTES
+    backend.close()
+
+
+def test_a_full_device_still_serves_what_it_holds(tmp_path):
+    extent = Extent(4, 9000)
+    backend = opened(tmp_path)
+    write_extent(backend, extent)
+    backend.close()
+    full = FileBackend(
+        tmp_path, rank=0, segment_bytes=SEGMENT_BYTES, system=FullSystem(errno.ENOSPC)
+    )
+    full.open()
+    assert extent.served(full) == [None] * 4
+    full.close()
+
+
+class CountingSystem(SystemCalls):
+    """Records the offset of every read and write."""
+
+    def __init__(self):
+        self.reads, self.writes = [], []
+
+    def preadv(self, fd, buffers, offset):
+        self.reads.append(offset)
+        return super().preadv(fd, buffers, offset)
+
+    def pwritev(self, fd, buffers, offset):
+        self.writes.append(offset)
+        return super().pwritev(fd, buffers, offset)
+
+
+def test_an_extent_is_one_write_and_adjacent_records_are_one_read(tmp_path):
+    system = CountingSystem()
+    backend = opened(tmp_path, mode="buffered", system=system)
+    first = Extent(20, 8000)
+    second = Extent(20, 8000, page=first.run.page_count)
+    system.reads, system.writes = [], []
+    write_extent(backend, first, second)
+    assert len(system.writes) == 2
+    assert backend.read(first.to_read() + second.to_read()) == {}
+    assert len(system.reads) == 1
+    system.reads.clear()
+    assert backend.read(first.to_read()[5:] + second.to_read()[:5]) == {}
+    assert len(system.reads) == 2, "the header page of a partial extent is one more read"
+    backend.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_segment_truncated_under_the_reader_is_absent(tmp_path, mode):
+    """In mmap mode the process must survive, which a plain access to the mapping would not."""
+    extent = Extent(8, 9000)
+    backend = opened(tmp_path, mode=mode)
+    write_extent(backend, extent)
+    assert extent.served(backend) == [None] * 8
+    os.truncate(tmp_path / "00000000.seg", (1 + 3 * extent.stride_pages) * PAGE_BYTES)
+    assert extent.served(backend) == [None] * 3 + [FailureReason.ABSENT] * 5
+    os.truncate(tmp_path / "00000000.seg", 0)
+    assert extent.served(backend) == [FailureReason.ABSENT] * 8
+    backend.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_segments_that_were_swapped_are_refused(tmp_path, mode):
+    extents = Extent(4, 9000), Extent(4, 9000, segment=1)
+    backend = opened(tmp_path, mode=mode)
+    write_extent(backend, *extents)
+    backend.close()
+    (tmp_path / "00000000.seg").rename(tmp_path / "spare")
+    (tmp_path / "00000001.seg").rename(tmp_path / "00000000.seg")
+    (tmp_path / "spare").rename(tmp_path / "00000001.seg")
+    backend = opened(tmp_path, mode=mode)
+    for extent in extents:
+        assert extent.served(backend) == [FailureReason.CORRUPT] * 4
+    backend.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_segment_unlinked_by_another_process_is_absent_and_its_descriptor_goes(tmp_path, mode):
+    extent, other = Extent(4, 9000), Extent(4, 9000, segment=1)
+    backend, remover = opened(tmp_path, mode=mode), opened(tmp_path)
+    write_extent(backend, extent)
+    count = descriptor_count()
+    assert remover.release([], [0]) is None
+    assert extent.served(backend) == [FailureReason.ABSENT] * 4
+    assert descriptor_count() < count
+    write_extent(backend, other)
+    assert extent.served(backend) == [FailureReason.ABSENT] * 4
+    assert other.served(backend) == [None] * 4
+    backend.close()
+    remover.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_vanished_directory_is_absent_and_in_use_again_when_it_is_back(tmp_path, mode):
+    path = tmp_path / "tier" / "rank0"
+    extent, later = Extent(4, 9000), Extent(4, 9000, page=64)
+    backend = opened(path, mode=mode)
+    write_extent(backend, extent)
+    shutil.rmtree(path.parent)
+    assert set(extent.served(backend)) <= {None, FailureReason.ABSENT}  # right bytes, or none
+    assert len(backend.write(later.to_write())) == 4
+    assert backend.release([extent.run], [0]) is None
+    path.parent.mkdir()
+    write_extent(backend, later)
+    assert later.served(backend) == [None] * 4
+    backend.close()
+
+
+def test_leftovers_of_a_wider_run_are_released(tmp_path):
+    """Four ranks before, two now: rank 0 also releases what rank 2 left, rank 1 what rank 3 left.
+    Their segments were smaller or larger than ours."""
+    extent = Extent(4, 9000)
+    for rank in range(4):
+        backend = FileBackend(tmp_path / f"rank{rank}", rank=rank, segment_bytes=SEGMENT_BYTES * 2)
+        backend.open()
+        write_extent(backend, extent, Extent(4, 9000, segment=1))
+        backend.close()
+    (tmp_path / "rankless").mkdir()
+    backend = FileBackend(
+        tmp_path / "rank0",
+        rank=0,
+        segment_bytes=SEGMENT_BYTES,
+        leftovers=lambda: leftover_directories(tmp_path, 0, 2),
+    )
+    backend.open()
+    whole = PageRun(segment=0, first_page=0, page_count=2 * SEGMENT_BYTES // PAGE_BYTES)
+    assert backend.release([whole], [1]) is None
+    backend.close()
+    assert [disk_bytes(tmp_path / f"rank{rank}") < SEGMENT_BYTES for rank in range(4)] == [
+        True,
+        False,
+        True,
+        False,
+    ]
+    assert leftover_directories(tmp_path, 1, 2) == [tmp_path / "rank3"]
+    assert leftover_directories(tmp_path, 0, 4) == []
+
+
+def test_records_of_segments_larger_than_ours_are_read(tmp_path):
+    """The capacity, and with it the size of new segments, was lowered since."""
+    far = Extent(4, 9000, page=SEGMENT_BYTES // PAGE_BYTES)
+    large = FileBackend(tmp_path, rank=0, segment_bytes=SEGMENT_BYTES * 2)
+    large.open()
+    write_extent(large, far)
+    large.close()
+    backend = opened(tmp_path)
+    assert far.served(backend) == [None] * 4
+    refused = Extent(4, 9000, segment=1, page=SEGMENT_BYTES // PAGE_BYTES - 2)
+    assert set(backend.write(refused.to_write()).values()) == {FailureReason.LAYOUT}
+    backend.close()
+
+
+def test_each_cause_is_logged_once(tmp_path, caplog):
+    backend = opened(tmp_path)
+    with caplog.at_level(logging.DEBUG):
+        for _ in range(5):
+            Extent(3, 9000).served(backend)
+    assert len(caplog.records) == 1
+    assert "no segment" in caplog.text
+    backend.close()
+
+
+class NoDirectSystem(SystemCalls):
+    """A file system that refuses aligned direct reads, as some do."""
+
+    def preadv(self, fd, buffers, offset):
+        raise OSError(errno.EINVAL, "refused")
+
+    def copy_mapped(self, address, buffers, offset):
+        raise OSError(errno.EPERM, "refused")
+
+
+@pytest.mark.parametrize("mode", ["direct", "mmap"])
+def test_a_refused_mode_falls_back_to_buffered_with_one_warning(tmp_path, mode, caplog):
+    system = NoDirectSystem()
+    backend = FileBackend(tmp_path, rank=0, segment_bytes=SEGMENT_BYTES, mode=mode, system=system)
+    backend.open()
+    assert [record.levelno for record in caplog.records].count(logging.WARNING) == 1
+    assert f"io.mode {mode}" in caplog.text
+    backend._files._system = SystemCalls()
+    extent = Extent(3, 9000)
+    write_extent(backend, extent)
+    assert extent.served(backend) == [None] * 3
+    backend.close()
+
+
+def test_a_file_system_without_holes_is_refused_with_advice(tmp_path):
+    class NoHoles(SystemCalls):
+        def punch_hole(self, fd, offset, size_bytes):
+            raise OSError(errno.EOPNOTSUPP, "refused")
+
+    backend = FileBackend(tmp_path, rank=0, segment_bytes=SEGMENT_BYTES, system=NoHoles())
+    with pytest.raises(BackendError, match="backend: lmdb"):
+        backend.open()
+
+
+def test_writers_of_one_new_segment_allocate_it_once(tmp_path):
+    class Allocations(SystemCalls):
+        count = 0
+
+        def allocate(self, fd, offset, size_bytes):
+            self.count += 1
+            super().allocate(fd, offset, size_bytes)
+
+    system = Allocations()
+    backend = opened(tmp_path, system=system)
+    system.count = 0
+    extents = [Extent(2, 9000, page=page) for page in range(0, 160, 20)]
+    threads = [threading.Thread(target=write_extent, args=(backend, e)) for e in extents]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert system.count == 1
+    for extent in extents:
+        assert extent.served(backend) == [None] * 2
+    backend.close()
