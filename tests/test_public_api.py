@@ -39,9 +39,15 @@ def defined_names(path: Path) -> set[str]:
 def bound_names(path: Path) -> set[str]:
     """Aliases of types; and in a package, what it imports to offer it again."""
     names: set[str] = set()
-    for node in tree_of(path).body:
+    body = tree_of(path).body
+    for node in [
+        *body,
+        *(inner for node in body if isinstance(node, ast.If) for inner in node.body),
+    ]:
         if isinstance(node, ast.Assign):
             names.update(target.id for target in node.targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
         elif isinstance(node, ast.ImportFrom) and path.name == "__init__.py":
             names.update(alias.asname or alias.name for alias in node.names)
     return names

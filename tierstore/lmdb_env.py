@@ -22,6 +22,7 @@ from tierstore.errors import (
 )
 
 __all__ = [
+    "ERRORS",
     "LOCK_FILE_BYTES",
     "Cursor",
     "Database",

@@ -5,9 +5,8 @@ get:  resident or promoted slots -> copied to the caller's array
 """
 
 import logging
-import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +16,7 @@ import numpy as np
 
 from tierstore.arrays import ByteArray, Rows, adjacent_runs, byte_rows
 from tierstore.backend.opening import BackendOpener, open_backend
-from tierstore.clock import Clock, MonotonicClock
+from tierstore.clock import MonotonicClock
 from tierstore.config import StoreConfig, load_config
 from tierstore.errors import BackendError, ClosedError
 from tierstore.executor import TransferExecutor
@@ -25,10 +24,10 @@ from tierstore.key import OffloadKey, get_offload_group_idx
 from tierstore.layout import PAGE_BYTES, GroupKind
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters
-from tierstore.tier.reservation import ChunkState, LoadReservation
-from tierstore.tier.secondary import SecondaryStats
+from tierstore.plane_loop import PendingLoad, PlaneLoop
+from tierstore.tier.catalog import SecondaryStats
+from tierstore.tier.reservation import ChunkState
 from tierstore.tier.stack import TierStack
-from tierstore.transfer import JobId, Load, TransferDone
 
 __all__ = ["PrefixMatch", "StoreStats", "TierStore"]
 
@@ -41,9 +40,6 @@ one batch overlaps the I/O of the next."""
 _BATCHES_IN_FLIGHT = 8
 _STALL_SECONDS = 10.0
 """A put waits this long for a write queue that does not move; then its demotes are dropped."""
-
-_FLUSH_STALL_SECONDS = 60.0
-_POLL_SECONDS = 0.0005
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +61,13 @@ class StoreStats:
     """By the metric's name and label, as in `metrics.Metric`."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Batch:
     """A load on its way to the caller's array."""
 
-    reservation: LoadReservation
+    load: PendingLoad
     rows: list[list[int]]
     """Per chunk, the rows of the caller's array that want it."""
-    done: TransferDone | None = None
 
 
 class TierStore:
@@ -96,8 +91,7 @@ class TierStore:
         self._executor = executor
         self._counters = counters
         self._specs = manifest.group_specs()
-        self._clock: Clock = MonotonicClock()
-        self._loads: dict[JobId, _Batch] = {}
+        self._loop = PlaneLoop(stack, executor, MonotonicClock())
         self._lock = threading.RLock()
         self._closed = False
 
@@ -204,7 +198,7 @@ class TierStore:
         with self._lock:
             self._check_open()
             self._check_namespace(keys)
-            self._pump()
+            self._loop.pump()
             return PrefixMatch(self._stack.match_prefix(keys))
 
     def flush(self) -> None:
@@ -218,7 +212,7 @@ class TierStore:
         """
         with self._lock:
             self._check_open()
-            self._flush()
+            self._loop.flush()
 
     def reset(self) -> None:
         """Forget all chunks of this manifest in all tiers.
@@ -229,7 +223,7 @@ class TierStore:
         with self._lock:
             self._check_open()
             self._stack.reset()
-            self._pump()
+            self._loop.pump()
 
     def stats(self) -> StoreStats:
         """Count what the store holds and what it did.
@@ -239,7 +233,7 @@ class TierStore:
         """
         with self._lock:
             self._check_open()
-            self._pump()
+            self._loop.pump()
             names = [tier.name for tier in self._config.secondary]
             return StoreStats(
                 primary_chunk_count=len(self._stack.primary),
@@ -259,7 +253,7 @@ class TierStore:
         """
         with self._lock:
             self._check_open()
-            self._settle(lambda: not self._stack.has_work(), _STALL_SECONDS)
+            self._loop.settle(lambda: not self._stack.has_work(), _STALL_SECONDS)
             return self._stack.check()
 
     def close(self) -> None:
@@ -268,7 +262,7 @@ class TierStore:
             if self._closed:
                 return
             try:
-                self._flush()
+                self._loop.flush()
             except BackendError as error:
                 _logger.error("close without a complete flush: cause=%s", error)
             finally:
@@ -290,11 +284,13 @@ class TierStore:
     def _put_batch(self, group_idx: int, keys: Sequence[OffloadKey], rows: Rows) -> int:
         chunk_bytes = self._specs[group_idx].chunk_bytes
         need = len(keys) * chunk_bytes
-        self._settle(
+        self._loop.settle(
             lambda: self._stack.write_queue_room_bytes() >= need or not self._stack.has_work(),
             _STALL_SECONDS,
         )
-        self._settle(lambda: self._stack.demote_victims(group_idx, len(keys)) == 0, _STALL_SECONDS)
+        self._loop.settle(
+            lambda: self._stack.demote_victims(group_idx, len(keys)) == 0, _STALL_SECONDS
+        )
         reservation = self._stack.reserve_offload(group_idx, keys)
         is_whole = len(reservation.indices) == len(keys)
         for start, stop in adjacent_runs(reservation.slots, self._specs[group_idx].slot_bytes):
@@ -305,7 +301,7 @@ class TierStore:
                 for slot, i in zip(target, reservation.indices[start:stop], strict=True):
                     slot[:] = rows[i]
         self._stack.finish_offload(reservation)
-        self._pump()
+        self._loop.pump()
         return sum(state >= ChunkState.RECORDED for state in self._stack.locate(keys))
 
     def _start_get(
@@ -321,23 +317,12 @@ class TierStore:
         reservation = self._stack.reserve_load([(group_idx, list(rows))])
         if reservation is None:
             return None
-        batch = _Batch(reservation, list(rows.values()))
-        self._loads[reservation.job_id] = batch
-        self._executor.submit(
-            [Load(job_id=reservation.job_id, parts=(), promotes=reservation.promotes)]
-        )
-        return batch
+        return _Batch(self._loop.start_load(reservation), list(rows.values()))
 
     def _finish_get(self, batch: _Batch, group_idx: int, out: Rows, found: list[bool]) -> None:
-        self._settle(lambda: batch.done is not None, math.inf)
-        assert batch.done is not None
+        failed = self._loop.wait_for(batch.load)
         # The slots are pinned or still arriving, so their bytes stay in place until finish_load.
-        slots = batch.reservation.slots[0]
-        failed = {
-            int(slot)
-            for i, slot in enumerate(_promoted_slots(batch.reservation))
-            if i in batch.done.failed
-        }
+        slots = batch.load.reservation.slots[0]
         for start, stop in adjacent_runs(slots, self._specs[group_idx].slot_bytes):
             source = self._slots(group_idx, int(slots[start]), stop - start)
             for chunk, slot, rows in zip(
@@ -347,7 +332,7 @@ class TierStore:
                     for row in rows:
                         out[row][:] = chunk
                         found[row] = True
-        self._stack.finish_load(batch.reservation, batch.done)
+        self._loop.finish_load(batch.load)
 
     def _slots(self, group_idx: int, slot: int, count: int) -> ByteArray:
         """View `count` adjacent slots as an array (count, chunk_bytes)."""
@@ -355,47 +340,6 @@ class TierStore:
         start = slot * PAGE_BYTES
         flat = self._executor.pool.array[start : start + count * spec.slot_bytes]
         return flat.reshape(count, spec.slot_bytes)[:, : spec.chunk_bytes]
-
-    def _pump(self) -> bool:
-        """Carry messages between the planes once; True: something moved."""
-        commands = self._stack.commands()
-        self._executor.submit(commands)
-        answers = self._executor.poll()
-        for done in answers:
-            batch = self._loads.pop(done.job_id, None)
-            if batch is not None:
-                batch.done = done
-            else:
-                known = self._stack.complete(done)
-                assert known, f"answer to an unknown job: {done.job_id}"
-        return bool(commands or answers)
-
-    def _settle(self, condition: Callable[[], bool], stall_seconds: float) -> bool:
-        """Pump until the condition holds; False: nothing has moved for `stall_seconds`."""
-        moved_at = self._clock.seconds()
-        while not condition():
-            if self._pump():
-                moved_at = self._clock.seconds()
-            elif self._clock.seconds() - moved_at > stall_seconds:
-                return False
-            else:
-                self._executor.wait(_POLL_SECONDS)
-        return True
-
-    def _flush(self) -> None:
-        count = len(self._stack.primary)
-        stack, secondaries = self._stack, self._stack.secondaries
-        settled = self._settle(
-            lambda: stack.demote_coldest(count) == 0 and not stack.has_work(), _FLUSH_STALL_SECONDS
-        )
-        for secondary in secondaries:
-            settled = secondary.wait(_FLUSH_STALL_SECONDS) and settled
-        if not settled:
-            raise BackendError(
-                f"flush: a secondary tier has not moved for {_FLUSH_STALL_SECONDS:.0f} s; "
-                "chunks that wait for it are in memory only"
-            )
-        self._executor.sync()
 
     def _batch_chunks(self, group_idx: int) -> int:
         spec = self._specs[group_idx]
@@ -428,8 +372,3 @@ class TierStore:
         if group_idx >= len(self._specs) or self._specs[group_idx].kind is GroupKind.UNCACHED:
             raise ValueError(f"keys: group {group_idx} is not cached by this manifest")
         return group_idx
-
-
-def _promoted_slots(reservation: LoadReservation) -> list[int]:
-    """Return the slots that promotes fill, in the order of `TransferDone.failed`."""
-    return [slot for promote in reservation.promotes for slot in promote.slots.tolist()]

@@ -159,7 +159,7 @@ class PrimaryMachine(RuleBasedStateMachine):
         assert dict(self.tier.arriving) == self.arriving
         coldest = self.tier.coldest(len(self.resident) + 1)
         assert len(coldest) == len(set(coldest))
-        assert set(coldest) == self.evictable()
+        assert set(coldest) == set(self.resident)
         assert len(self.tier) == len(self.resident)
 
     @invariant()

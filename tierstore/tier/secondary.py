@@ -17,10 +17,7 @@ from tierstore.tier.catalog_writer import (
     CommitTicket,
     Evict,
     ForgetNamespace,
-    Freed,
     Operation,
-    Placed,
-    Refused,
     ReleaseDone,
     RemoveKeys,
     RequestPlaces,
@@ -29,7 +26,7 @@ from tierstore.tier.catalog_writer import (
 )
 from tierstore.transfer import Place
 
-__all__ = ["Freed", "Placed", "Refused", "SecondaryEvent", "SecondaryStats", "SecondaryTier"]
+__all__ = ["SecondaryTier"]
 
 _logger = logging.getLogger(__name__)
 

@@ -1,0 +1,101 @@
+"""The two planes in one process: what carries messages between them while a caller waits."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tierstore.clock import Clock
+from tierstore.errors import BackendError
+from tierstore.executor import TransferExecutor
+from tierstore.tier.reservation import LoadReservation
+from tierstore.tier.stack import TierStack
+from tierstore.transfer import JobId, Load, TransferDone
+
+__all__ = ["PendingLoad", "PlaneLoop"]
+
+_FLUSH_STALL_SECONDS = 60.0
+_POLL_SECONDS = 0.0005
+
+
+@dataclass(slots=True)
+class PendingLoad:
+    """A load from records into slots, and its answer once it is there."""
+
+    reservation: LoadReservation
+    done: TransferDone | None = None
+
+
+class PlaneLoop:
+    """Commands from the stack to the executor, answers back; runs in the caller's thread."""
+
+    def __init__(self, stack: TierStack, executor: TransferExecutor, clock: Clock) -> None:
+        """Connect the planes; both stay the caller's to close."""
+        self._stack = stack
+        self._executor = executor
+        self._clock = clock
+        self._loads: dict[JobId, PendingLoad] = {}
+
+    def pump(self) -> bool:
+        """Carry messages once; True: something moved."""
+        commands = self._stack.commands()
+        self._executor.submit(commands)
+        answers = self._executor.poll()
+        for done in answers:
+            load = self._loads.pop(done.job_id, None)
+            if load is not None:
+                load.done = done
+            else:
+                known = self._stack.complete(done)
+                assert known, f"answer to an unknown job: {done.job_id}"
+        return bool(commands or answers)
+
+    def settle(self, condition: Callable[[], bool], stall_seconds: float) -> bool:
+        """Pump until the condition holds; False: nothing has moved for `stall_seconds`."""
+        moved_at = self._clock.seconds()
+        while not condition():
+            if self.pump():
+                moved_at = self._clock.seconds()
+            elif self._clock.seconds() - moved_at > stall_seconds:
+                return False
+            else:
+                self._executor.wait(_POLL_SECONDS)
+        return True
+
+    def start_load(self, reservation: LoadReservation) -> PendingLoad:
+        """Fill the slots of a reservation; they are the caller's to read until `finish_load`."""
+        load = self._loads[reservation.job_id] = PendingLoad(reservation)
+        command = Load(job_id=reservation.job_id, parts=(), promotes=reservation.promotes)
+        self._executor.submit([command])
+        return load
+
+    def wait_for(self, load: PendingLoad) -> set[int]:
+        """Wait for the answer, which the deadline bounds; return the slots that were not filled."""
+        while load.done is None:
+            if not self.pump():
+                self._executor.wait(_POLL_SECONDS)
+        slots = [slot for promote in load.reservation.promotes for slot in promote.slots.tolist()]
+        return {slots[index] for index in load.done.failed}
+
+    def finish_load(self, load: PendingLoad) -> None:
+        """Give the slots of an answered load back to the tiers."""
+        assert load.done is not None, "the load is not answered yet"
+        self._stack.finish_load(load.reservation, load.done)
+
+    def flush(self) -> None:
+        """Record all that the cascades admit, and flush it to the devices.
+
+        Raises:
+            BackendError: a tier refused, or has not moved for a minute.
+        """
+        stack = self._stack
+        count = len(stack.primary)
+        settled = self.settle(
+            lambda: stack.demote_coldest(count) == 0 and not stack.has_work(), _FLUSH_STALL_SECONDS
+        )
+        for secondary in stack.secondaries:
+            settled = secondary.wait(_FLUSH_STALL_SECONDS) and settled
+        if not settled:
+            raise BackendError(
+                f"flush: a secondary tier has not moved for {_FLUSH_STALL_SECONDS:.0f} s; "
+                "chunks that wait for it are in memory only"
+            )
+        self._executor.sync()
