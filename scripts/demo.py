@@ -60,6 +60,7 @@ def main() -> int:
     parser.add_argument("--model", help="a model of yours instead of the small random one")
     model = parser.parse_args().model
     console = Console()
+    console.width = max(console.width, 130)
     shutil.rmtree(FOLDER / "cache", ignore_errors=True)
     FOLDER.mkdir(exist_ok=True)
     engine = engine_of(model, console)
@@ -271,7 +272,7 @@ def save_plot(passes: Passes, path: Path) -> None:
         right.bar(list(sums), heights, bottom=bottom, label=label)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     right.set(title="Prompt tokens by where their KV came from", ylabel="tokens")
-    right.legend()
+    right.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=4)
     figure.savefig(path, dpi=120)
 
 

@@ -7,6 +7,8 @@
     +-- BackendError     a disk, a file system or a remote store failed
     |   +-- BackendFullError   no space left although it was reserved (ENOSPC, quota, map full)
     |   +-- BackendCorruptError   a database file is damaged, or of another format
+    +-- DeviceError      the GPU or its driver refused a call
+    |   +-- DeviceBusyError   only for now: a CUDA graph is being captured; try again later
     +-- CatalogError     the directory of a secondary tier cannot be opened or written
     +-- ClosedError      the object was used after `close`
     +-- PromptError      a line of prompts for a warm-up is wrong; names the line and the remedy
@@ -22,6 +24,8 @@ __all__ = [
     "CatalogError",
     "ClosedError",
     "ConfigError",
+    "DeviceBusyError",
+    "DeviceError",
     "LayoutError",
     "ManifestError",
     "MissingExtraError",
@@ -56,6 +60,14 @@ class BackendFullError(BackendError):
 
 class BackendCorruptError(BackendError):
     """A database file is damaged, or of another format."""
+
+
+class DeviceError(TierStoreError):
+    """The GPU or its driver refused a call."""
+
+
+class DeviceBusyError(DeviceError):
+    """The driver refused a call only for now: a CUDA graph is being captured."""
 
 
 class CatalogError(TierStoreError):

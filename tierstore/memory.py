@@ -15,6 +15,10 @@ __all__ = ["HostPool"]
 
 _logger = logging.getLogger(__name__)
 
+_ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_MAP_HUGETLB = 0x40000  # not in Python's mmap
+_HUGE_PAGE_BYTES = 2 << 20
+
 
 class HostPool:
     """One private mapping of zeroed bytes. Knows no device: who pins it registers `address`.
@@ -23,10 +27,12 @@ class HostPool:
     device unregisters it before `close`.
     """
 
-    def __init__(self, size_bytes: int, *, huge_pages: bool = False) -> None:
+    def __init__(self, size_bytes: int, *, huge_pages: bool = False, hugetlb: bool = False) -> None:
         """Map `size_bytes`, rounded up to whole pages.
 
         `huge_pages` is a hint to the kernel; where it is not understood the pool is as good.
+        `hugetlb` takes reserved huge pages; where too few are free, a warning says so, and the
+        pool has ordinary ones.
 
         Raises:
             ValueError: `size_bytes` is not positive.
@@ -36,7 +42,9 @@ class HostPool:
             raise ValueError(f"size_bytes: expected a positive size, got {size_bytes}")
         self._size_bytes = round_up(size_bytes, PAGE_BYTES)
         try:
-            mapping = mmap.mmap(-1, self._size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            mapping = (_map_reserved(self._size_bytes) if hugetlb else None) or mmap.mmap(
+                -1, self._size_bytes, _ANONYMOUS
+            )
         except OSError as error:
             raise MemoryError(
                 f"primary pool: cannot map {self._size_bytes} bytes of host memory ({error}); "
@@ -47,7 +55,9 @@ class HostPool:
                 mapping.madvise(mmap.MADV_HUGEPAGE)
             except (OSError, AttributeError) as error:
                 _logger.info("huge pages not available: cause=%s", error)
-        self._bytes: npt.NDArray[np.uint8] | None = np.frombuffer(mapping, dtype=np.uint8)
+        self._bytes: npt.NDArray[np.uint8] | None = np.frombuffer(
+            mapping, dtype=np.uint8, count=self._size_bytes
+        )
         self._address = int(self._bytes.ctypes.data)
 
     @property
@@ -111,3 +121,17 @@ class HostPool:
         if self._bytes is None:
             raise ClosedError("the primary pool was used after close")
         return self._bytes
+
+
+def _map_reserved(size_bytes: int) -> mmap.mmap | None:
+    """Map huge pages that the administrator reserved; None: there are too few."""
+    try:
+        return mmap.mmap(-1, round_up(size_bytes, _HUGE_PAGE_BYTES), _ANONYMOUS | _MAP_HUGETLB)
+    except OSError as error:
+        _logger.warning(
+            "reserved huge pages not available: bytes=%d cause=%s; raise vm.nr_hugepages or unset "
+            "primary.hugetlb",
+            size_bytes,
+            error,
+        )
+        return None

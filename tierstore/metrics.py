@@ -39,6 +39,8 @@ class Metric(Enum):
         "reason",
         "Chunks not offloaded: pins leave no room, or the copy failed",
     )
+    PINNED_BYTES = ("pinned_bytes", "gauge", "", "Host memory registered with the device")
+    PIN_SECONDS = ("pin_seconds_total", "counter", "", "Time spent registering host memory")
     FAILED_LOADS = ("failed_loads_total", "counter", "reason", "Load jobs that were recomputed")
 
     def __init__(self, metric_name: str, kind: Kind, label: str, help_text: str) -> None:
@@ -53,15 +55,15 @@ class Counters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sums: dict[tuple[Metric, str], int] = defaultdict(int)
+        self._sums: dict[tuple[Metric, str], float] = defaultdict(int)
 
-    def add(self, metric: Metric, amount: int = 1, *, label: str = "") -> None:
+    def add(self, metric: Metric, amount: float = 1, *, label: str = "") -> None:
         """Add `amount` to one metric; call once per batch, not per chunk."""
         if amount:
             with self._lock:
                 self._sums[metric, label] += amount
 
-    def snapshot(self) -> dict[str, int]:
+    def snapshot(self) -> dict[str, float]:
         """Return all sums so far, by `name` or `name{label="value"}`."""
         with self._lock:
             sums = dict(self._sums)

@@ -61,7 +61,7 @@ class StoreStats:
     primary_capacity_bytes: int
     secondary: dict[str, SecondaryStats]
     """By the tier's name."""
-    counters: dict[str, int]
+    counters: dict[str, float]
     """By the metric's name and label, as in `metrics.Metric`."""
 
 

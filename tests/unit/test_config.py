@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.config import (
+    GpuConfig,
     IoConfig,
     OffloadConfig,
     PrimaryConfig,
@@ -72,13 +73,15 @@ def test_a_full_document_becomes_dataclasses_in_bytes_and_seconds() -> None:
             "eviction": "lru",
             "pinned": "never",
             "huge_pages": False,
+            "hugetlb": True,
         },
         "secondary": [tier(cascade="second_touch", eviction="lru", io=io)],
         "offload": {"blocks_per_chunk": 4, "decode": False},
+        "gpu": {"kernel_below": "0B", "kernel_runs": 3, "pitched_from": "8KiB", "kernel_sms": 2},
     }
     assert load_config(raw) == StoreConfig(
         primary=PrimaryConfig(
-            capacity_bytes=20 << 30, eviction="lru", pinned="never", huge_pages=False
+            capacity_bytes=20 << 30, eviction="lru", pinned="never", huge_pages=False, hugetlb=True
         ),
         secondary=(
             SecondaryConfig(
@@ -97,6 +100,9 @@ def test_a_full_document_becomes_dataclasses_in_bytes_and_seconds() -> None:
             ),
         ),
         offload=OffloadConfig(blocks_per_chunk=4, decode=False),
+        gpu=GpuConfig(
+            kernel_below_bytes=0, kernel_runs=3, pitched_from_bytes=8 << 10, kernel_sms=2
+        ),
     )
 
 
@@ -111,12 +117,14 @@ def test_the_document_and_the_dataclasses_have_the_same_defaults() -> None:
 
 def test_the_document_has_a_key_for_every_field() -> None:
     units = {"capacity": "capacity_bytes", "deadline": "deadline_seconds"}
-    units["write_queue"] = "write_queue_bytes"
+    units |= {"write_queue": "write_queue_bytes", "kernel_below": "kernel_below_bytes"}
+    units["pitched_from"] = "pitched_from_bytes"
     pairs = {
         "PrimarySection": PrimaryConfig,
         "SecondarySection": SecondaryConfig,
         "IoSection": IoConfig,
         "OffloadSection": OffloadConfig,
+        "GpuSection": GpuConfig,
     }
     sections = Document.model_json_schema()["$defs"]
     assert sections.keys() == pairs.keys()

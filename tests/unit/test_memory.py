@@ -68,3 +68,10 @@ def test_view_that_outlives_the_pool_keeps_its_bytes():
     view[:] = b"kept"
     pool.close()
     assert bytes(view) == b"kept"
+
+
+def test_reserved_huge_pages_are_taken_or_their_lack_is_warned_of(caplog):
+    with HostPool(4096, hugetlb=True) as pool:
+        pool.array[:] = 1
+        assert pool.size_bytes == len(pool.array) == 4096
+    assert all("vm.nr_hugepages" in record.getMessage() for record in caplog.records)

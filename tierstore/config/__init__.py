@@ -8,6 +8,7 @@ nearest valid name.
 from tierstore.config.loader import emit_json_schema, load_config, to_mapping
 from tierstore.config.model import (
     Cascade,
+    GpuConfig,
     IoConfig,
     IoMode,
     OffloadConfig,
@@ -18,6 +19,7 @@ from tierstore.config.model import (
 
 __all__ = [
     "Cascade",
+    "GpuConfig",
     "IoConfig",
     "IoMode",
     "OffloadConfig",

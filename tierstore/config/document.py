@@ -21,6 +21,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from tierstore.config.model import (
+    GpuConfig,
     IoConfig,
     OffloadConfig,
     PrimaryConfig,
@@ -32,6 +33,7 @@ from tierstore.errors import ConfigError
 
 __all__ = [
     "Document",
+    "GpuSection",
     "IoSection",
     "OffloadSection",
     "PrimarySection",
@@ -71,6 +73,8 @@ class PrimarySection(_Section):
     """`auto` pins the memory where CUDA is there; `never` leaves it pageable."""
     huge_pages: bool = True
     """Ask the kernel for transparent huge pages (a hint, never an error)."""
+    hugetlb: bool = False
+    """Take reserved huge pages (`vm.nr_hugepages`); a warning where there are too few."""
 
     def build(self) -> PrimaryConfig:
         """Return the section as the rest of tierstore sees it."""
@@ -79,6 +83,7 @@ class PrimarySection(_Section):
             eviction=self.eviction,
             pinned=self.pinned,
             huge_pages=self.huge_pages,
+            hugetlb=self.hugetlb,
         )
 
 
@@ -150,6 +155,28 @@ class OffloadSection(_Section):
         return OffloadConfig(blocks_per_chunk=self.blocks_per_chunk, decode=self.decode)
 
 
+class GpuSection(_Section):
+    """How chunks travel between GPU and host memory; what is not given is measured at start."""
+
+    kernel_below: Size | None = None
+    """Runs smaller than this are gathered by a kernel; `0B`: none are."""
+    kernel_runs: int | None = Field(default=None, ge=1)
+    """Fewer small runs than this are not worth a kernel."""
+    pitched_from: Size | None = Field(default=None, gt=0)
+    """Equally spaced rows of at least this size become one 2-D copy."""
+    kernel_sms: int = Field(default=4, ge=1, le=64)
+    """Multiprocessors of the GPU that the kernel occupies at most."""
+
+    def build(self) -> GpuConfig:
+        """Return the section as the rest of tierstore sees it."""
+        return GpuConfig(
+            kernel_below_bytes=self.kernel_below,
+            kernel_runs=self.kernel_runs,
+            pitched_from_bytes=self.pitched_from,
+            kernel_sms=self.kernel_sms,
+        )
+
+
 class Document(_Section):
     """A tierstore configuration file."""
 
@@ -159,6 +186,7 @@ class Document(_Section):
     secondary: list[SecondarySection] = Field(default=[], max_length=8)
     """Tiers on disk, in the order in which they are asked."""
     offload: OffloadSection = OffloadSection()
+    gpu: GpuSection = GpuSection()
 
     def build(self, folder: Path) -> StoreConfig:
         """Return the document as the rest of tierstore sees it."""
@@ -167,6 +195,7 @@ class Document(_Section):
             primary=self.primary.build(),
             secondary=tuple(tier.build(folder) for tier in self.secondary),
             offload=self.offload.build(),
+            gpu=self.gpu.build(),
         )
 
 
@@ -221,6 +250,7 @@ _SECTIONS: dict[str, type[BaseModel]] = {
     "secondary": SecondarySection,
     "io": IoSection,
     "offload": OffloadSection,
+    "gpu": GpuSection,
 }
 
 

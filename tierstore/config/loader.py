@@ -58,7 +58,7 @@ def to_mapping(config: StoreConfig) -> dict[str, Any]:
 
 def _to_yaml(name: str, value: Any) -> tuple[str, Any]:
     if isinstance(value, dict):
-        return name, dict(_to_yaml(*item) for item in value.items())
+        return name, dict(_to_yaml(*item) for item in value.items() if item[1] is not None)
     if isinstance(value, tuple):
         return name, [_to_yaml("", item)[1] for item in value]
     if name.endswith("_bytes"):

@@ -6,6 +6,7 @@ from typing import Literal
 
 __all__ = [
     "Cascade",
+    "GpuConfig",
     "IoConfig",
     "IoMode",
     "OffloadConfig",
@@ -29,6 +30,8 @@ class PrimaryConfig:
     """`auto` pins the pool where CUDA is there, with a warning where pinning is refused."""
     huge_pages: bool = True
     """Ask the kernel for transparent huge pages (a hint, never an error)."""
+    hugetlb: bool = False
+    """Take reserved huge pages (`vm.nr_hugepages`); a warning where there are too few."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +64,20 @@ class SecondaryConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GpuConfig:
+    """How chunks travel between GPU and host memory; None: measured at start."""
+
+    kernel_below_bytes: int | None = None
+    """Smaller runs are gathered by a kernel; 0: none are."""
+    kernel_runs: int | None = None
+    """Fewer small runs than this are not worth a kernel."""
+    pitched_from_bytes: int | None = None
+    """Equally spaced rows of at least this size become one 2-D copy."""
+    kernel_sms: int = 4
+    """Multiprocessors that the kernel occupies at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadConfig:
     """What an engine's connector offloads."""
 
@@ -78,3 +95,4 @@ class StoreConfig:
     secondary: tuple[SecondaryConfig, ...] = ()
     """In the order in which they are asked."""
     offload: OffloadConfig = field(default_factory=OffloadConfig)
+    gpu: GpuConfig = field(default_factory=GpuConfig)

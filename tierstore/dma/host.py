@@ -3,7 +3,7 @@
 import ctypes
 from collections import deque
 
-from tierstore.dma.protocol import CopyId
+from tierstore.dma.protocol import ComputeMark, CopyId
 from tierstore.dma.runs import GroupAddressing
 from tierstore.errors import LayoutError
 from tierstore.layout import CanonicalKVCaches
@@ -53,16 +53,31 @@ class HostCopyEngine:
         self._complete.append(copy_id)
 
     def submit_load(
-        self, copy_id: CopyId, group_idx: int, block_ids: IntArray, slots: IntArray
+        self,
+        copy_id: CopyId,
+        group_idx: int,
+        block_ids: IntArray,
+        slots: IntArray,
+        *,
+        after: ComputeMark | None = None,  # noqa: ARG002 - the contract; what it names is done
+        urgent: bool = False,  # noqa: ARG002 - the contract; nothing is queued here
     ) -> None:
         """Copy slots to blocks."""
         runs = self._addressing(group_idx).runs(block_ids, slots)
         _copy(runs.device_addresses, runs.pool_addresses, runs.sizes_bytes)
         self._complete.append(copy_id)
 
+    def mark_compute(self) -> ComputeMark:
+        """Name what is done: the engine works in the calling thread."""
+        return ComputeMark()
+
     def poll(self) -> list[CopyId]:
         """Return the copies made since the last call."""
         return [self._complete.popleft() for _ in range(len(self._complete))]
+
+    def take_failed(self) -> list[CopyId]:
+        """Return none: `memmove` does not fail."""
+        return []
 
     def fence(self, copy_ids: tuple[CopyId, ...]) -> None:
         """Do nothing: a submitted copy is a finished copy."""

@@ -3,18 +3,21 @@
 import itertools
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
 from tierstore.backend.opening import BackendOpener, open_backend
 from tierstore.backend.protocol import Backend
 from tierstore.clock import Clock, MonotonicClock
-from tierstore.config import SecondaryConfig, StoreConfig
-from tierstore.dma.host import HostCopyEngine
+from tierstore.config import StoreConfig
+from tierstore.dma.opening import is_cuda, open_copy_engine
+from tierstore.dma.pinning import PIN_TASKS
 from tierstore.dma.protocol import CopyEngine, CopyId
-from tierstore.errors import BackendError, LayoutError
+from tierstore.errors import DeviceError, LayoutError
 from tierstore.executor.job import Job, PartIndex, RecordSpan, split_batches
+from tierstore.executor.tier_io import TierIo
 from tierstore.io_pool import IoPool
 from tierstore.layout import PAGE_BYTES, CanonicalKVCaches
 from tierstore.manifest import Manifest
@@ -40,27 +43,13 @@ _logger = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_SECONDS = 30.0
 
 
-class _TierIo:
-    """One secondary tier's backend and its own threads, so that a hung tier stalls no other."""
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A copy on its way between GPU and slots."""
 
-    def __init__(
-        self,
-        config: SecondaryConfig,
-        manifest: Manifest,
-        opener: BackendOpener,
-        *,
-        rank: int,
-        rank_count: int,
-    ) -> None:
-        self.config = config
-        self.backend: Backend | None = None
-        """None: the tier is out of use."""
-        try:
-            self.backend = opener(config, manifest, rank=rank, rank_count=rank_count)
-        except BackendError as error:
-            _logger.error("tier is out of use: tier=%s cause=%s", config.name, error)
-        self.pool = IoPool(config.io.threads, f"tierstore-{config.name}")
-        self.pool.open()
+    job: Job
+    offload_count: int
+    """Chunks of an offload; 0 for a load."""
 
 
 class TransferExecutor:
@@ -79,7 +68,8 @@ class TransferExecutor:
         manifest: Manifest,
         pool: HostPool,
         engine: CopyEngine | None,
-        tiers: list[_TierIo],
+        pin_threads: IoPool | None,
+        tiers: list[TierIo],
         counters: Counters,
         clock: Clock,
     ) -> None:
@@ -88,6 +78,7 @@ class TransferExecutor:
         self._slot_bytes = [group.slot_bytes for group in manifest.group_specs()]
         self._pool = pool
         self._engine = engine
+        self._pin_threads = pin_threads
         self._tiers = tiers
         self._counters = counters
         self._clock = clock
@@ -95,7 +86,7 @@ class TransferExecutor:
         # Guards everything below: tasks report from their threads.
         self._changed = threading.Condition()
         self._jobs: dict[JobId, Job] = {}
-        self._copies: dict[CopyId, Job] = {}
+        self._copies: dict[CopyId, _Copy] = {}
         self._closed = False
 
     @classmethod
@@ -108,32 +99,49 @@ class TransferExecutor:
         rank_count: int,
         caches: CanonicalKVCaches | None,
         counters: Counters,
+        compute_stream: Callable[[], int] | None = None,
         open_backend: BackendOpener = open_backend,
     ) -> Self:
         """Allocate the pool, open the backends, start the I/O threads.
 
         A backend that cannot be opened is logged once and answers every command with `IO_ERROR`.
-        `caches` is None for embedded use: no GPU blocks, only slots.
+        `caches` is None for embedded use: no GPU blocks, only slots. On a GPU the pool is pinned
+        in the background; `compute_stream` returns the `cudaStream_t` on which the calling thread
+        launches the engine's work (None: the default stream).
 
         Raises:
             LayoutError: the copy engine cannot address the caches.
+            MissingExtraError: the caches are on a GPU and CuPy is not installed.
+            DeviceError: the GPU refused what the copy engine needs.
         """
         pool = HostPool(
             config.primary.capacity_bytes // PAGE_BYTES * PAGE_BYTES,
             huge_pages=config.primary.huge_pages,
+            hugetlb=config.primary.hugetlb,
         )
-        engine = None
+        engine = pin_threads = None
         if caches is not None:
-            engine = HostCopyEngine()
+            if is_cuda(caches.device) and config.primary.pinned == "auto":
+                pin_threads = IoPool(PIN_TASKS, "tierstore-pin")
+            engine = open_copy_engine(
+                caches.device,
+                config.gpu,
+                counters=counters,
+                spawn=None if pin_threads is None else pin_threads.submit_read,
+                compute_stream=compute_stream,
+            )
             engine.register(caches, manifest.blocks_per_chunk, pool.address, pool.size_bytes)
+            if pin_threads is not None:
+                pin_threads.open()
         tiers = [
-            _TierIo(tier, manifest, open_backend, rank=rank, rank_count=rank_count)
+            TierIo(tier, manifest, open_backend, rank=rank, rank_count=rank_count)
             for tier in config.secondary
         ]
         return cls(
             manifest=manifest,
             pool=pool,
             engine=engine,
+            pin_threads=pin_threads,
             tiers=tiers,
             counters=counters,
             clock=MonotonicClock(),
@@ -144,15 +152,17 @@ class TransferExecutor:
         if self._engine is not None and job_ids:
             wanted = set(job_ids)
             with self._changed:
-                copy_ids = [c for c, job in self._copies.items() if job.job_id in wanted]
+                copy_ids = [c for c, copy in self._copies.items() if copy.job.job_id in wanted]
             self._engine.fence(tuple(copy_ids))
 
     def submit(self, commands: Iterable[Command]) -> None:
         """Start commands; returns at once.
 
         Offloads read the GPU blocks as of the work that the engine has launched so far, so they
-        are submitted after the forward pass, everything else before or after.
+        are submitted after the forward pass, everything else before or after. Loads write their
+        blocks after that work, too, and after the offloads fenced before.
         """
+        after = None
         for command in commands:
             job = Job(command.job_id)
             with self._changed:
@@ -161,6 +171,9 @@ class TransferExecutor:
                 assert self._engine is not None, "an offload needs registered KV caches"
                 self._start_copy(job, command, self._engine)
             elif isinstance(command, Load):
+                if after is None and self._engine is not None:
+                    after = self._engine.mark_compute()
+                job.after = after
                 self._start_load(job, command)
             elif isinstance(command, Promote):
                 self._start_promote(job, command, 0, None)
@@ -172,10 +185,13 @@ class TransferExecutor:
     def poll(self) -> list[TransferDone]:
         """Return the answers that became known; never blocks."""
         arrived = self._engine.poll() if self._engine is not None else []
+        refused = self._engine.take_failed() if self._engine is not None else []
         answers: list[TransferDone] = []
         with self._changed:
             for copy_id in arrived:
-                self._copies.pop(copy_id).copies_left -= 1
+                self._copies.pop(copy_id).job.copies_left -= 1
+            for copy_id in refused:
+                self._end_refused_copy(copy_id, FailureReason.IO_ERROR)
             settled = [job for job in self._jobs.values() if job.is_settled()]
             for job in settled:
                 del self._jobs[job.job_id]
@@ -222,6 +238,8 @@ class TransferExecutor:
         stopped = [tier.pool.close(_CLOSE_TIMEOUT_SECONDS) for tier in self._tiers]
         if self._engine is not None:
             self._engine.close()
+        if self._pin_threads is not None:
+            stopped.append(self._pin_threads.close(_CLOSE_TIMEOUT_SECONDS))
         if all(stopped):
             for tier in self._tiers:
                 if tier.backend is not None:
@@ -235,7 +253,8 @@ class TransferExecutor:
         index = PartIndex(load)
         for part in index.resident_parts():
             assert self._engine is not None, "a load to blocks needs registered KV caches"
-            self._start_copy(job, part, self._engine)
+            # The whole request is in memory: it does not queue behind what comes from disks.
+            self._start_copy(job, part, self._engine, urgent=not load.promotes)
         first = 0
         for promote in load.promotes:
             self._start_promote(job, promote, first, index)
@@ -278,7 +297,7 @@ class TransferExecutor:
         job.tasks_left = 1
         tier.pool.submit_write(partial(self._release, job, tier.backend, release))
 
-    def _spans(self, command: Promote | Demote, first: int, tier: _TierIo) -> list[RecordSpan]:
+    def _spans(self, command: Promote | Demote, first: int, tier: TierIo) -> list[RecordSpan]:
         return [
             RecordSpan(command, start, stop, first)
             for start, stop in split_batches(
@@ -286,29 +305,41 @@ class TransferExecutor:
             )
         ]
 
-    def _start_copy(self, job: Job, part: Offload | LoadPart, engine: CopyEngine) -> None:
+    def _start_copy(
+        self, job: Job, part: Offload | LoadPart, engine: CopyEngine, *, urgent: bool = False
+    ) -> None:
         """Submit one copy; may run in an I/O thread."""
         copy_id = CopyId(next(self._copy_ids))
+        offload_count = len(part.slots) if isinstance(part, Offload) else 0
         with self._changed:
-            self._copies[copy_id] = job
+            self._copies[copy_id] = _Copy(job, offload_count)
             job.copies_left += 1
-        submit = engine.submit_offload if isinstance(part, Offload) else engine.submit_load
+        where = (part.group_idx, part.block_ids, part.slots)
         try:
-            submit(copy_id, part.group_idx, part.block_ids, part.slots)
-        except LayoutError as error:
-            _logger.error("copy refused: job=%d cause=%s", job.job_id, error)
-            with self._changed:
-                del self._copies[copy_id]
-                job.copies_left -= 1
-                job.ok = False
             if isinstance(part, Offload):
-                self._fail(job, range(len(part.slots)), FailureReason.LAYOUT)
+                engine.submit_offload(copy_id, *where)
+            else:
+                engine.submit_load(copy_id, *where, after=job.after, urgent=urgent)
+        except (LayoutError, DeviceError) as error:
+            _logger.error("copy refused: job=%d cause=%s", job.job_id, error)
+            reason = (
+                FailureReason.LAYOUT if isinstance(error, LayoutError) else FailureReason.IO_ERROR
+            )
+            with self._changed:
+                self._end_refused_copy(copy_id, reason)
             return
         if isinstance(part, LoadPart):
             self._counters.add(Metric.LOADED_CHUNKS, len(part.slots))
             self._counters.add(
                 Metric.LOADED_BYTES, len(part.slots) * self._chunk_bytes[part.group_idx]
             )
+
+    def _end_refused_copy(self, copy_id: CopyId, reason: FailureReason) -> None:
+        """Fail what a copy was for; the lock is held."""
+        copy = self._copies.pop(copy_id)
+        copy.job.copies_left -= 1
+        copy.job.ok = False
+        copy.job.failed.update(dict.fromkeys(range(copy.offload_count), reason))
 
     def _fail(self, job: Job, indices: Iterable[int], reason: FailureReason) -> None:
         with self._changed:
@@ -340,7 +371,7 @@ class TransferExecutor:
                 with self._changed:
                     job.copies_left -= 1
 
-    def _write(self, job: Job, tier: _TierIo, span: RecordSpan) -> None:
+    def _write(self, job: Job, tier: TierIo, span: RecordSpan) -> None:
         """Write slots to records (in an I/O thread)."""
         failed: dict[int, FailureReason] = dict.fromkeys(
             range(span.record_count), FailureReason.IO_ERROR

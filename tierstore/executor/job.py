@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.backend.protocol import RecordIo
+from tierstore.dma.protocol import ComputeMark
 from tierstore.layout import PAGE_BYTES
 from tierstore.record import PLACE_DTYPE
 from tierstore.transfer import (
@@ -38,6 +39,8 @@ class Job:
     deadline_at: float = math.inf
     tasks_left: int = 0
     copies_left: int = 0
+    after: ComputeMark | None = None
+    """The engine's work that a load's copies to blocks come after."""
     ok: bool = True
     failed: dict[int, FailureReason] = field(default_factory=dict)
     abandoned: bool = False

@@ -13,7 +13,7 @@ from tierstore.planner.step import EngineStep, Progress, StateBlock
 from tierstore.tier.stack import TierStack
 from tierstore.transfer import IntArray, Offload
 
-__all__ = ["Offloads"]
+__all__ = ["OFFLOAD_COUNT_MAX", "Offloads"]
 
 OFFLOAD_COUNT_MAX = 1024
 """Offload jobs in flight; chunks that are completed beyond it stay uncached until they are offered

@@ -18,7 +18,13 @@ from tierstore.planner.step import EngineStep, PlannedStep
 from tierstore.tier.stack import TierStack
 from tierstore.transfer import Command, JobId, StepPlan, TransferDone
 
-__all__ = ["HitSplit", "OffloadPlanner", "PrefixAnswer"]
+__all__ = [
+    "IDLE_STEP_COUNT_MAX",
+    "WAIT_COUNT_MAX",
+    "HitSplit",
+    "OffloadPlanner",
+    "PrefixAnswer",
+]
 
 _logger = logging.getLogger(__name__)
 

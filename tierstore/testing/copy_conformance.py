@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tierstore.arrays import ByteArray
@@ -28,7 +28,14 @@ from tierstore.layout import (
 )
 from tierstore.memory import HostPool
 
-__all__ = ["CopyConformance", "DeviceMemory", "HostMemory", "make_caches"]
+__all__ = [
+    "BLOCK_COUNT",
+    "SLOT_COUNT",
+    "CopyConformance",
+    "DeviceMemory",
+    "HostMemory",
+    "make_caches",
+]
 
 BLOCK_COUNT = 16
 SLOT_COUNT = 8
@@ -98,7 +105,10 @@ class CopyConformance(ABC):
     def make_memory(self, data: ByteArray) -> DeviceMemory:
         """Return device memory with these bytes."""
 
-    @settings(max_examples=100, deadline=None)
+    # Every subclass runs the same test: that is what a suite is for.
+    @settings(
+        max_examples=50, deadline=None, suppress_health_check=[HealthCheck.differing_executors]
+    )
     @given(
         pages=st.lists(st.sampled_from([64, 192, 4096]), min_size=1, max_size=3),
         gap=st.sampled_from([0, 32]),
@@ -180,6 +190,41 @@ class CopyConformance(ABC):
         _wait(engine, {CopyId(1)})
         zeroed = (memory.read().reshape(BLOCK_COUNT, 64) == 0).all(axis=1)
         assert np.flatnonzero(zeroed).tolist() == [4]
+        engine.close()
+
+    def test_groups_that_share_memory_keep_their_bytes_apart(self) -> None:
+        """Two groups with pages of different sizes in the same blocks (packed, aliased)."""
+        before = np.random.default_rng(1).integers(0, 256, BLOCK_COUNT * 256, np.uint8)
+        memory = self.make_memory(before)
+        tensors = tuple(
+            CanonicalKVCacheTensor(
+                address=memory.address + offset,
+                block_count=BLOCK_COUNT,
+                block_stride_bytes=256,
+                page_bytes=page,
+                owner=memory,
+            )
+            for offset, page in [(0, 64), (64, 192), (0, 256)]
+        )
+        groups = (
+            tuple(CanonicalKVCacheRef(layer_name=str(i), tensor_idx=i) for i in (0, 1)),
+            (CanonicalKVCacheRef(layer_name="2", tensor_idx=2),),
+        )
+        caches = CanonicalKVCaches(
+            tensors=tensors,
+            group_refs=groups,
+            chunk_order=ChunkOrder.BLOCK_MAJOR,
+            device=memory.device,
+        )
+        pool = HostPool(2 * PAGE_BYTES)
+        engine = self.make_engine()
+        engine.register(caches, 2, pool.address, pool.size_bytes)
+        engine.submit_offload(CopyId(1), 0, np.array([[3, 4]]), np.array([1]))
+        engine.submit_offload(CopyId(2), 1, np.array([[9, 4]]), np.array([0]))
+        _wait(engine, {CopyId(1), CopyId(2)})
+        blocks = before.reshape(BLOCK_COUNT, 256)
+        slots = pool.array.reshape(2, PAGE_BYTES)[:, :512].reshape(2, 2, 256)
+        assert np.array_equal(slots, blocks[[[9, 4], [3, 4]]])
         engine.close()
 
     @pytest.mark.parametrize(

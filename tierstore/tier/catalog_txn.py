@@ -183,8 +183,14 @@ class CatalogTxn:
         self.remove(keys)
         return len(keys) == EVICT_COUNT_MAX
 
-    def adopt_dead(self, is_dead: Callable[[int], bool]) -> list[tuple[int, PendingRow]]:
+    def adopt_dead(
+        self, is_dead: Callable[[int], bool], *, with_idle_releases: bool = False
+    ) -> list[tuple[int, PendingRow]]:
         """Take over what dead owners left: abort their writes, release their evictions again.
+
+        `with_idle_releases` takes over the releases of living owners too: one that is idle may not
+        look at them for hours. Giving the same pages back twice does no harm, since pages are never
+        used twice, and whoever confirms first ends the release.
 
         Returns:
             The releases that have to be repeated, by id.
@@ -198,14 +204,14 @@ class CatalogTxn:
 
         releases = []
         for pending_id, row in self.space.all_pending():
-            if judge(row.owner):
-                if len(row.extents):
+            if len(row.extents):
+                if judge(row.owner):
                     self.space.remove_pending(pending_id)
                     self.space.free_extents(row.extents)
-                else:
-                    row.owner = self.space.owner
-                    self.space.put_pending(pending_id, row)
-                    releases.append((pending_id, row))
+            elif judge(row.owner) or (with_idle_releases and row.owner != self.space.owner):
+                row.owner = self.space.owner
+                self.space.put_pending(pending_id, row)
+                releases.append((pending_id, row))
         for segment, segment_row in self.space.all_segments():
             if segment_row.is_active and judge(segment_row.owner):
                 # Never appended to: its file may be missing, and would be preallocated anew

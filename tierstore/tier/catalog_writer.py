@@ -38,6 +38,8 @@ _logger = logging.getLogger(__name__)
 _BATCH_KEYS_MAX = 4096
 _WAITING_MAX = 1024
 _SYNC_SECONDS = 5.0
+_STARVATION_SECONDS = 1.0
+"""A request that waits longer takes over the releases of other processes, which may be idle."""
 _RELIEF_STEP = 4
 
 
@@ -143,6 +145,8 @@ class CatalogWriter:
         self._writing: set[OffloadKey] = set()
         self._retained: list[Operation] = []
         self._record_count_max = catalog.geometry.record_count_max
+        self._first_waiting: int | None = None
+        self._waits_since = 0.0
         self._needs_sync = False
         self._synced_at = clock.seconds()
         self._logged: set[str] = set()
@@ -263,9 +267,12 @@ class CatalogWriter:
             self._make_record_room(work, len(keys) + len(writing))
             self._make_room(work, pages)
             if self._free_pages(work) < pages:
-                if not adopted and work.space.state.pending_pages == 0:
+                starves = self._starves(request.ticket)
+                if not adopted and (starves or work.space.state.pending_pages == 0):
                     adopted = True
-                    releases = work.adopt_dead(self._catalog.is_owner_dead)
+                    releases = work.adopt_dead(
+                        self._catalog.is_owner_dead, with_idle_releases=starves
+                    )
                     events.extend(map(_freed, releases))
                     continue
                 if self._can_wait(work, writing) and len(waiting) <= _WAITING_MAX:
@@ -281,6 +288,16 @@ class CatalogWriter:
             writing.update(keys)
             places = tuple(map(Place, ticket.places()))
             events.append(Placed(request.ticket, ticket.keys, places))
+
+    def _starves(self, ticket: int) -> bool:
+        """Say whether the first waiting request has waited long for others' releases."""
+        now = self._clock.seconds()
+        if self._first_waiting != ticket:
+            self._first_waiting, self._waits_since = ticket, now
+        if now - self._waits_since < _STARVATION_SECONDS:
+            return False
+        self._waits_since = now
+        return True
 
     def _can_wait(self, work: CatalogTxn, writing: set[OffloadKey]) -> bool:
         """Say whether something may still free pages: a release, a write, an unpin."""

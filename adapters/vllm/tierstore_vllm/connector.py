@@ -1,13 +1,13 @@
 """`TierStoreConnector`: vLLM's hooks on one side, the two halves on the other.
 
 vLLM makes one connector in each worker and one beside the scheduler, perhaps in the same process;
-they share nothing but messages. The hooks only pass on. What a half raises ends here: it is logged
-once, the half is given up, and the engine computes what it would have computed without a cache.
+they share nothing but messages. The hooks only pass on, and the halves raise nothing into the
+engine: what fails is logged, and vLLM computes what it would have computed without a cache.
 """
 
 import logging
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -43,8 +43,6 @@ __all__ = ["TierStoreConnector"]
 
 _logger = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
-
 _CONFIG_KEY = "tierstore.config"
 
 
@@ -64,8 +62,6 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
         check_block_hashes(vllm_config, self._config)
         self._worker: WorkerHalf | None = None
         self._scheduler: SchedulerHalf | None = None
-        self._waiting: set[str] = set()
-        """Requests whose load vLLM waits for and the worker has not been told of yet."""
         if role is KVConnectorRole.WORKER:
             self._worker = WorkerHalf(vllm_config, kv_cache_config, self._config)
 
@@ -158,6 +154,8 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
         Raises:
             ConfigError: the configuration cannot work; the message says what to change.
         """
+        if self._scheduler is not None:
+            return  # woken from sleep: the workers say the same again
         hellos = [hello for _, hello in sorted(metadata.items()) if isinstance(hello, WorkerHello)]
         refusal, manifest = _agree(hellos)
         if manifest is not None:
@@ -172,58 +170,44 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
             _logger.warning("tierstore caches nothing: cause=%s", refusal)
 
     def on_new_request(self, request: "Request") -> None:
-        """Start looking for a request's chunks."""
-        self._ask("on_new_request", lambda half: half.on_new_request(request), None)
+        """Get to know a request."""
+        if self._scheduler is not None:
+            self._scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Say how many tokens can be loaded beyond the local ones."""
-        return self._ask(
-            "get_num_new_matched_tokens",
-            lambda half: half.get_num_new_matched_tokens(request, num_computed_tokens),
-            (0, False),
-        )
+        if self._scheduler is None:
+            return 0, False
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
         """Plan the load into the blocks that were allocated for it."""
-        if num_external_tokens:
-            self._waiting.add(request.request_id)
-        self._ask(
-            "update_state_after_alloc",
-            lambda half: half.update_state_after_alloc(request, blocks, num_external_tokens),
-            None,
-        )
+        if self._scheduler is not None:
+            self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
     def get_external_cache_hit_sources(
         self, request: "Request", num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
         """Split loaded tokens into those from host memory and those from disk."""
-        return self._ask(
-            "get_external_cache_hit_sources",
-            lambda half: half.get_external_cache_hit_sources(request, num_external_tokens),
-            {CacheHitSource.EXTERNAL_UNSPECIFIED: num_external_tokens},
-        )
+        if self._scheduler is None:
+            return {}
+        return self._scheduler.get_external_cache_hit_sources(request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepMetadata:
         """Plan this step's transfers."""
-        step = self._ask(
-            "build_connector_meta", lambda half: half.build_connector_meta(scheduler_output), None
-        )
-        if step is None:
-            # Without a planner nobody else would ever end the wait of these requests.
-            step = StepMetadata(failed_requests=tuple(self._waiting))
-            self._waiting.clear()
-        self._waiting.difference_update(step.load_requests.values(), step.failed_requests)
-        return step
+        if self._scheduler is None:
+            return StepMetadata()
+        return self._scheduler.build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """Take the workers' answers."""
         report = connector_output.kv_connector_worker_meta
-        if isinstance(report, WorkerReport):
-            self._ask("update_connector_output", lambda half: half.take_report(report), None)
+        if self._scheduler is not None and isinstance(report, WorkerReport):
+            self._scheduler.take_report(report)
 
     def request_finished(
         self, request: "Request", block_ids: list[int]
@@ -235,16 +219,17 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request; its blocks may be freed at once, a fence guards those being read."""
-        self._ask("request_finished", lambda half: half.request_finished(request), None)
+        if self._scheduler is not None:
+            self._scheduler.request_finished(request)
         return False, None
 
     def has_pending_push_work(self) -> bool:
         """Keep the engine stepping while answers are outstanding."""
-        return self._ask("has_pending_push_work", lambda half: half.has_work(), False)
+        return self._scheduler is not None and self._scheduler.has_work()
 
     def reset_cache(self) -> bool:
         """Forget all cached chunks."""
-        return self._ask("reset_cache", lambda half: half.reset_cache(), True)
+        return self._scheduler is None or self._scheduler.reset_cache()
 
     # Both roles.
 
@@ -252,30 +237,19 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Return what was counted since the last call."""
         if self._worker is not None:
             return self._worker.take_stats()
-        return self._ask("get_kv_connector_stats", lambda half: half.take_stats(), None)
+        return self._scheduler.take_stats() if self._scheduler is not None else None
 
     def shutdown(self) -> None:
         """Finish what was accepted and close; idempotent."""
         if self._worker is not None:
             self._worker.close()
-        self._ask("shutdown", lambda half: half.close(), None)
-        self._scheduler = None
+        if self._scheduler is not None:
+            self._scheduler.close()
 
     @property
     def _worker_half(self) -> WorkerHalf:
         assert self._worker is not None, "a worker hook was called on the scheduler's connector"
         return self._worker
-
-    def _ask(self, hook: str, call: Callable[[SchedulerHalf], Result], without: Result) -> Result:
-        """Return what the scheduler half says, or `without` where there is none any more."""
-        if self._scheduler is None:
-            return without
-        try:
-            return call(self._scheduler)
-        except Exception:  # the outermost frame below the engine
-            _logger.exception("planner failed, tierstore caches nothing from now on: hook=%s", hook)
-            self._scheduler = None
-            return without
 
 
 def _load_store_config(vllm_config: "VllmConfig") -> StoreConfig:

@@ -69,7 +69,9 @@ class RankAnswer:
     @classmethod
     def of(cls, done: TransferDone, *, again: bool) -> Self:
         """Wrap one answer of one rank; `again` if the rank has answered before."""
-        late = {i: why for i, why in done.failed.items() if why is FailureReason.DEADLINE}
+        late: dict[int, FailureReason] = {
+            i: why for i, why in done.failed.items() if why is FailureReason.DEADLINE
+        }
         return cls(
             answered_count=0 if again else 1,
             settled_count=0 if late else 1,

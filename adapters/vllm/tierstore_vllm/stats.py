@@ -24,7 +24,7 @@ class TierStoreStats(KVConnectorStats):
 
     def reset(self) -> None:
         """Forget all sums."""
-        self.data = {}
+        self.data: dict[str, int] = {}
 
     def aggregate(self, other: KVConnectorStats) -> "TierStoreStats":
         """Add the sums of another rank, of the scheduler, or of a later step."""
@@ -46,7 +46,7 @@ class StatsSource:
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
-        self._reported: Mapping[str, int] = {}
+        self._reported: Mapping[str, float] = {}
 
     def take(self) -> TierStoreStats | None:
         """Return what was counted since the last call; None when nothing was."""

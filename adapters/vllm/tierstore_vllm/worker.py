@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from tierstore.config import StoreConfig
-from tierstore.errors import LayoutError
+from tierstore.errors import ConfigError, DeviceError, LayoutError
 from tierstore.executor import TransferExecutor
 from tierstore.metrics import Counters
 from tierstore.transfer import (
@@ -71,18 +71,22 @@ class WorkerHalf:
     def register(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         """Describe the KV caches and open the executor.
 
-        A layout that cannot be cached leaves this rank without an executor; `hello` says why.
+        A layout that cannot be cached, or a GPU that refuses what copies need, leaves this rank
+        without an executor; `hello` says why.
 
         Raises:
             ConfigError: the configuration cannot work with this engine; says what to change.
+            MissingExtraError: the KV caches are on a GPU and CuPy is not installed.
         """
         try:
             layout = describe_worker(
                 self._vllm_config, self._kv_cache_config, self._config, kv_caches
             )
             self._executor = self._open_executor(layout)
-        except LayoutError as error:
+        except (LayoutError, DeviceError) as error:
             self._hello = WorkerHello(None, str(error))
+        except MemoryError as error:
+            raise ConfigError(f"primary.capacity: lower it, {error}") from error
         else:
             self._hello = WorkerHello(layout.manifest)
 
@@ -95,6 +99,7 @@ class WorkerHalf:
             rank_count=parallel.world_size,
             caches=layout.caches,
             counters=self._counters,
+            compute_stream=_current_stream if layout.caches.device != "cpu" else None,
         )
 
     @property
@@ -194,6 +199,13 @@ class WorkerHalf:
 
     def _fail_open_jobs(self) -> None:
         self._answer([_failure(command) for command in self._open_jobs.values()])
+
+
+def _current_stream() -> int:
+    """Return the `cudaStream_t` on which this thread launches its steps."""
+    import torch
+
+    return int(torch.cuda.current_stream().cuda_stream)
 
 
 def _failure(command: Command) -> TransferDone:

@@ -1,0 +1,82 @@
+"""Capacities are hard, well used, and leave in the order of use, restarts included."""
+
+import pytest
+from store_kit import MIB, Chunks, config_of, du
+
+CAPACITY_BYTES = 64 * MIB
+
+
+@pytest.mark.parametrize("backend", ["file", "lmdb"])
+@pytest.mark.parametrize("chunk_bytes", [65_536, 262_144, 1 << 20])
+def test_ten_times_the_capacity_never_shows_in_du(tmp_path, backend, chunk_bytes):
+    chunks = Chunks(chunk_bytes)
+    path = tmp_path / "tier"
+    batch = 8 * MIB // chunk_bytes
+    written = 0
+    with chunks.open(config_of(path, backend=backend)) as store:
+        while written * chunk_bytes < 10 * CAPACITY_BYTES:
+            chunks.put(store, range(written, written + batch))
+            written += batch
+            assert du(path) <= CAPACITY_BYTES
+        store.flush()
+        assert du(path) <= CAPACITY_BYTES
+        assert store.check() == []
+        stats = store.stats().secondary["disk"]
+        assert stats.payload_bytes >= 0.75 * CAPACITY_BYTES
+        assert stats.charged_bytes <= CAPACITY_BYTES
+        newest = range(written - batch, written)
+        assert chunks.found(store, newest) == list(newest)
+    assert du(path) <= CAPACITY_BYTES
+    with chunks.open(config_of(path, backend=backend)) as store:
+        assert store.check() == []
+        chunks.put(store, range(written, written + batch))
+        store.flush()
+        assert du(path) <= CAPACITY_BYTES
+
+
+@pytest.mark.parametrize("backend", ["file", "lmdb"])
+def test_after_a_restart_the_least_recently_used_leave_first(tmp_path, backend):
+    chunks = Chunks(262_144)
+    config = config_of(tmp_path / "tier", backend=backend, primary="2MiB")
+    with chunks.open(config) as store:
+        for first in range(0, 160, 8):
+            chunks.put(store, range(first, first + 8))
+        assert chunks.found(store, range(16, 32)) == list(range(16, 32))
+    with chunks.open(config) as store:
+        before = store.stats().secondary["disk"].evicted_count
+        number = 1000
+        while store.stats().secondary["disk"].evicted_count - before < 60:
+            chunks.put(store, range(number, number + 8))
+            store.flush()
+            number += 8
+        survivors = set(chunks.found(store, range(160)))
+        assert set(range(16, 32)) <= survivors, "recently used chunks went first"
+        assert not survivors & set(range(8)), "the oldest chunks outlived younger ones"
+
+
+def test_a_smaller_capacity_of_segment_files_is_reached_after_a_restart(tmp_path):
+    chunks = Chunks(262_144)
+    path = tmp_path / "tier"
+    with chunks.open(config_of(path)) as store:
+        chunks.put(store, range(200))
+    with chunks.open(config_of(path, capacity="32MiB")) as store:
+        chunks.put(store, range(1000, 1008))
+        store.flush()
+        assert store.check() == []
+        assert du(path) <= 32 * MIB
+
+
+def test_two_stores_on_one_path_share_its_capacity_and_its_chunks(tmp_path):
+    chunks = Chunks(262_144)
+    config = config_of(tmp_path / "tier")
+    with chunks.open(config) as one, chunks.open(config) as other:
+        for first in range(0, 400, 16):
+            chunks.put(one, range(first, first + 16))
+            chunks.put(other, range(10_000 + first, 10_000 + first + 16))
+            assert du(tmp_path / "tier") <= CAPACITY_BYTES
+        one.flush()
+        other.flush()
+        newest = list(range(384, 400))
+        assert chunks.found(other, newest) == newest
+        assert one.check() == []
+        assert du(tmp_path / "tier") <= CAPACITY_BYTES

@@ -1,0 +1,126 @@
+"""A tier stack for planner tests: dicts instead of tiers, and a count of everything it gave out."""
+
+import itertools
+
+import numpy as np
+
+from tierstore.tier.reservation import ChunkState, LoadReservation, OffloadReservation
+from tierstore.tier.stack import TierStack
+from tierstore.transfer import JobId, Place, Promote
+
+__all__ = ["ReferenceStack"]
+
+
+class ReferenceStack(TierStack):
+    """States by key, without capacities; `contents` is what a key's slot holds."""
+
+    def __init__(self):
+        self.states = {}
+        self.slots = {}
+        self.pins = {}
+        self.contents = {}
+        self.doomed = set()
+        self.locate_calls = 0
+        self.refuses_loads = False
+        self._job_ids = itertools.count(1)
+        self._next_slot = itertools.count(1)
+
+    def new_job_id(self):
+        return JobId(next(self._job_ids))
+
+    def locate(self, keys):
+        self.locate_calls += 1
+        return [self.states.get(key, ChunkState.ABSENT) for key in keys]
+
+    def touch(self, keys):
+        pass
+
+    def demote_victims(self, group_idx, count):
+        return 0
+
+    def commands(self):
+        return []
+
+    def complete(self, done):
+        return False
+
+    def has_work(self):
+        return False
+
+    def reserve_offload(self, group_idx, keys):
+        wanted = {}
+        for i, key in enumerate(keys):
+            if self.states.get(key, ChunkState.ABSENT) in (ChunkState.ABSENT, ChunkState.RECORDED):
+                wanted.setdefault(key, i)
+        for key in wanted:
+            self.states[key] = ChunkState.ARRIVING
+            self.slots[key] = next(self._next_slot)
+        slots = np.array([self.slots[key] for key in wanted], np.int64)
+        return OffloadReservation(group_idx, tuple(wanted.values()), tuple(wanted), slots)
+
+    def finish_offload(self, reservation, failed=()):
+        for i, key in enumerate(reservation.keys):
+            assert self.states[key] is ChunkState.ARRIVING, "answered twice"
+            if i in failed or key in self.doomed:
+                del self.states[key]
+                self.doomed.discard(key)
+            else:
+                self.states[key] = ChunkState.RESIDENT
+
+    def reserve_load(self, groups):
+        job_id = self.new_job_id()
+        states = [[self.states.get(key, ChunkState.ABSENT) for key in keys] for _, keys in groups]
+        if self.refuses_loads or any(s < ChunkState.RECORDED for row in states for s in row):
+            return None
+        promotes, pinned = [], []
+        for (group_idx, keys), row in zip(groups, states, strict=True):
+            promoted = [k for k, s in zip(keys, row, strict=True) if s is ChunkState.RECORDED]
+            for key in promoted:
+                self.states[key] = ChunkState.ARRIVING
+                self.slots[key] = next(self._next_slot)
+            for key in set(keys) - set(promoted):
+                self.pins[key] = self.pins.get(key, 0) + 1
+                pinned.append(key)
+            if promoted:
+                slots = np.array([self.slots[key] for key in promoted], np.int64)
+                places = tuple(Place(key) for key in promoted)
+                promotes.append(
+                    Promote(
+                        job_id=job_id,
+                        tier_idx=0,
+                        group_idx=group_idx,
+                        keys=tuple(promoted),
+                        places=places,
+                        slots=slots,
+                    )
+                )
+        slots = tuple(np.array([self.slots[k] for k in keys], np.int64) for _, keys in groups)
+        return LoadReservation(job_id, slots, tuple(promotes), tuple(pinned))
+
+    def finish_load(self, reservation, done):
+        for key in reservation.pinned:
+            self.pins[key] -= 1
+            assert self.pins[key] >= 0, "unpinned twice"
+        keys = [key for promote in reservation.promotes for key in promote.keys]
+        for i, key in enumerate(keys):
+            assert self.states[key] is ChunkState.ARRIVING
+            if i in done.failed:
+                del self.states[key]
+            else:
+                self.states[key] = ChunkState.RESIDENT
+
+    def reset(self):
+        self.doomed = {k for k, state in self.states.items() if state is ChunkState.ARRIVING}
+        self.states = dict.fromkeys(self.doomed, ChunkState.ARRIVING)
+
+    def evict(self, keys):
+        """Let unpinned resident and recorded chunks go."""
+        for key in keys:
+            if self.states.get(key, 0) >= ChunkState.RECORDED and not self.pins.get(key):
+                del self.states[key]
+
+    def leaks(self):
+        """Name what is still pinned or arriving."""
+        return [f"pinned: {k!r}" for k, count in self.pins.items() if count] + [
+            f"arriving: {k!r}" for k, s in self.states.items() if s is ChunkState.ARRIVING
+        ]

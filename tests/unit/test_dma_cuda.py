@@ -1,0 +1,440 @@
+"""The CUDA copy engine over the fake: what waits for what, queues, failures, and what is left."""
+
+import threading
+
+import numpy as np
+import pytest
+from cuda_engines import BATCHES, KERNELS, RECTANGLES, make_engine
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tierstore.dma.lane import ENTRIES_MAX
+from tierstore.dma.protocol import CopyId
+from tierstore.errors import DeviceError, LayoutError
+from tierstore.layout import PAGE_BYTES, ChunkOrder
+from tierstore.memory import HostPool
+from tierstore.testing.copy_conformance import BLOCK_COUNT, make_caches
+from tierstore.testing.fake_cuda import FakeCuda, FakeDeviceMemory
+
+COMPUTE = 0
+PAGE = 256
+LAYERS = 5
+
+
+class Setup:
+    """A registered engine, its device memory and its pool."""
+
+    def __init__(self, config=BATCHES, *, slot_count=BLOCK_COUNT, pinned=True, **fake) -> None:
+        self.api = FakeCuda(**fake)
+        self.memory = FakeDeviceMemory(self.api, np.zeros(BLOCK_COUNT * PAGE * LAYERS, np.uint8))
+        self.pool = HostPool(slot_count * PAGE_BYTES)
+        self.engine = make_engine(self.api, config, pinned=pinned)
+        caches = make_caches(self.memory, [PAGE] * LAYERS, 0, ChunkOrder.LAYER_MAJOR)
+        self.engine.register(caches, 1, self.pool.address, self.pool.size_bytes)
+
+    def fill(self, block: int, value: int) -> None:
+        self.memory._bytes.reshape(LAYERS, BLOCK_COUNT, PAGE)[:, block] = value
+
+    def block(self, block: int) -> np.ndarray:
+        return self.memory._bytes.reshape(LAYERS, BLOCK_COUNT, PAGE)[:, block].copy()
+
+    def slot(self, slot: int) -> np.ndarray:
+        return self.pool.array[slot * PAGE_BYTES :][: PAGE * LAYERS]
+
+    def compute(self, block: int, value: int) -> None:
+        """Launch a step that writes a block."""
+        self.api.launch(COMPUTE, lambda: self.fill(block, value))
+
+    def offload(self, copy_id: int, blocks, slots) -> None:
+        self.engine.submit_offload(CopyId(copy_id), 0, np.array(blocks)[:, None], np.array(slots))
+
+    def load(self, copy_id: int, blocks, slots, **options) -> None:
+        blocks = np.array(blocks)[:, None]
+        self.engine.submit_load(CopyId(copy_id), 0, blocks, np.array(slots), **options)
+
+    def wait(self, *copy_ids: int) -> list[int]:
+        arrived: list[int] = []
+        for _ in range(10_000):
+            arrived += self.engine.poll()
+            if set(copy_ids) <= set(arrived):
+                return arrived
+        raise AssertionError(f"{copy_ids} did not arrive")
+
+
+seeds = st.integers(0, 1 << 30)
+
+
+@pytest.mark.parametrize(
+    ("config", "call"),
+    [(BATCHES, "copy_batch"), (KERNELS, "copy_by_kernel"), (RECTANGLES, "copy_pitched")],
+)
+def test_the_configuration_forces_a_method(config, call) -> None:
+    setup = Setup(config)
+    setup.fill(3, 7)
+    setup.offload(1, [3], [5])
+    setup.wait(1)
+    assert (setup.slot(5) == 7).all()
+    assert [name for name in setup.api.calls if name.startswith("copy_")] == [call]
+    setup.engine.close()
+
+
+@given(seeds, st.sampled_from([BATCHES, KERNELS, RECTANGLES]))
+def test_an_offload_reads_what_the_launched_steps_wrote(seed, config) -> None:
+    setup = Setup(config, seed=seed)
+    setup.compute(3, 7)
+    setup.offload(1, [3], [5])
+    setup.wait(1)
+    assert (setup.slot(5) == 7).all()
+    setup.engine.close()
+
+
+@given(seeds, st.sampled_from([BATCHES, KERNELS, RECTANGLES]))
+def test_a_fence_keeps_the_next_step_from_writing_too_early(seed, config) -> None:
+    setup = Setup(config, seed=seed)
+    setup.compute(3, 7)
+    setup.offload(1, [3], [5])
+    setup.engine.fence((CopyId(1),))
+    setup.compute(3, 8)
+    setup.wait(1)
+    assert (setup.slot(5) == 7).all()
+    setup.engine.close()
+
+
+def test_without_a_fence_the_next_step_would_write_too_early() -> None:
+    """The fake can tell: some order of events spoils the offload."""
+    spoilt = 0
+    for seed in range(50):
+        setup = Setup(seed=seed)
+        setup.compute(3, 7)
+        setup.offload(1, [3], [5])
+        setup.compute(3, 8)
+        setup.wait(1)
+        spoilt += bool((setup.slot(5) != 7).any())
+        setup.engine.close()
+    assert spoilt > 0
+
+
+def test_a_fence_of_finished_or_unknown_copies_holds_nothing_up() -> None:
+    setup = Setup()
+    setup.offload(1, [3], [5])
+    setup.wait(1)
+    setup.api.calls.clear()
+    setup.engine.fence((CopyId(1), CopyId(99)))
+    setup.engine.fence(())
+    assert setup.api.calls == []
+    setup.engine.close()
+
+
+@given(seeds, st.booleans())
+def test_a_load_writes_after_the_step_that_still_uses_its_blocks(seed, urgent) -> None:
+    setup = Setup(seed=seed)
+    setup.slot(5)[:] = 9
+    setup.compute(3, 7)
+    mark = setup.engine.mark_compute()
+    setup.load(1, [3], [5], after=mark, urgent=urgent)
+    setup.wait(1)
+    setup.api.run_all()
+    assert (setup.block(3) == 9).all()
+    setup.engine.close()
+
+
+@given(seeds)
+def test_a_load_writes_after_an_offload_that_was_fenced_before_its_mark(seed) -> None:
+    setup = Setup(seed=seed)
+    setup.slot(5)[:] = 9
+    setup.compute(3, 7)
+    setup.offload(1, [3], [6])
+    setup.engine.fence((CopyId(1),))
+    setup.load(2, [3], [5], after=setup.engine.mark_compute())
+    setup.wait(1, 2)
+    assert (setup.slot(6) == 7).all()
+    assert (setup.block(3) == 9).all()
+    setup.engine.close()
+
+
+def test_a_load_does_not_wait_for_steps_launched_after_its_mark() -> None:
+    setup = Setup()
+    mark = setup.engine.mark_compute()
+    setup.api.run_all()
+    setup.api.held.add(COMPUTE)
+    setup.compute(2, 1)
+    setup.load(1, [3], [5], after=mark)
+    assert setup.wait(1) == [1]
+    setup.api.held.clear()
+    setup.engine.close()
+
+
+def test_a_passed_mark_costs_no_wait_and_its_event_is_used_again() -> None:
+    setup = Setup()
+    for copy_id in range(1, 20):
+        mark = setup.engine.mark_compute()
+        setup.api.run_all()
+        setup.engine.poll()
+        setup.api.calls.clear()
+        setup.load(copy_id, [3], [5], after=mark)
+        assert "wait_event" not in setup.api.calls
+        setup.wait(copy_id)
+    assert len(setup.api._events) <= 3
+    setup.engine.close()
+
+
+def test_an_urgent_load_does_not_queue_behind_others() -> None:
+    setup = Setup()
+    slow = setup.engine._lanes[1]._stream
+    setup.api.held.add(slow)
+    setup.load(1, [3], [5])
+    setup.load(2, [4], [6], urgent=True)
+    assert setup.wait(2) == [2]
+    setup.api.held.clear()
+    assert setup.wait(1) == [1]
+    setup.engine.close()
+
+
+def test_a_copy_is_named_only_when_its_last_byte_has_arrived() -> None:
+    setup = Setup(steps_per_query=0)
+    setup.slot(5)[:] = 9
+    setup.load(1, [3], [5])
+    while not setup.engine.poll():
+        assert setup.api.step()
+    assert (setup.block(3) == 9).all()
+    setup.engine.close()
+
+
+def test_a_copy_of_no_block_arrives_too() -> None:
+    setup = Setup()
+    setup.load(1, [-1], [5])
+    assert setup.wait(1) == [1]
+    setup.engine.close()
+
+
+def test_a_full_queue_holds_copies_back_and_poll_submits_them() -> None:
+    """Plain copies of one run per layer: a fraction of them fits."""
+    setup = Setup(has_batch=False, has_kernel=False, steps_per_query=1)
+    offloads = setup.engine._lanes[0]._stream
+    setup.api.held.add(offloads)
+    count = ENTRIES_MAX
+    for copy_id in range(count):
+        setup.slot(copy_id % BLOCK_COUNT)[:] = 0
+        setup.offload(copy_id, [copy_id % BLOCK_COUNT], [copy_id % BLOCK_COUNT])
+    assert setup.api.depth_max <= ENTRIES_MAX
+    setup.engine.poll()
+    assert setup.api.depth_max <= ENTRIES_MAX
+    setup.api.held.clear()
+    assert setup.wait(*range(count)) == list(range(count))
+    assert setup.api.depth_max <= ENTRIES_MAX
+    setup.engine.close()
+
+
+def test_a_fence_hurries_what_is_held_back() -> None:
+    setup = Setup(has_batch=False, has_kernel=False)
+    offloads = setup.engine._lanes[0]._stream
+    setup.api.held.add(offloads)
+    count = ENTRIES_MAX // LAYERS + 10
+    for copy_id in range(count):
+        setup.compute(copy_id % BLOCK_COUNT, copy_id % 251)
+        setup.offload(copy_id, [copy_id % BLOCK_COUNT], [copy_id % BLOCK_COUNT])
+        setup.api.run_all()
+    last = count - 1
+    setup.engine.fence((CopyId(last),))
+    setup.compute(last % BLOCK_COUNT, 252)
+    setup.api.held.clear()
+    setup.wait(*range(count))
+    assert (setup.slot(last % BLOCK_COUNT) == last % 251).all()
+    setup.api.run_all()
+    assert (setup.block(last % BLOCK_COUNT) == 252).all()
+    setup.engine.close()
+
+
+def test_kernels_wait_for_a_free_table_and_a_fence_does_without() -> None:
+    setup = Setup(KERNELS)
+    offloads = setup.engine._lanes[0]._stream
+    setup.api.held.add(offloads)
+    for copy_id in range(20):
+        setup.fill(copy_id % BLOCK_COUNT, copy_id + 1)
+        setup.offload(copy_id, [copy_id % BLOCK_COUNT], [copy_id % BLOCK_COUNT])
+    assert setup.api.calls.count("copy_by_kernel") == 8
+    setup.engine.fence((CopyId(19),))
+    assert setup.api.calls.count("copy_by_kernel") == 8
+    assert "copy_each" in setup.api.calls
+    setup.api.held.clear()
+    setup.wait(*range(20))
+    assert (setup.slot(3) == 20).all()
+    setup.engine.close()
+
+
+def test_a_refused_copy_is_reported_as_failed_and_the_others_arrive() -> None:
+    for config in (BATCHES, KERNELS, RECTANGLES):
+        setup = Setup(config)
+        setup.fill(2, 5)
+        setup.offload(0, [0], [0])
+        setup.wait(0)  # now there are events to use again
+        refused = setup.api.fallible_count + 3  # after recording the mark and waiting for it
+        setup.api.fail_calls = {refused - 1}
+        setup.offload(1, [1], [1])
+        setup.offload(2, [2], [2])
+        assert setup.wait(2) == [2]
+        assert setup.engine.take_failed() == [1]
+        assert setup.engine.take_failed() == []
+        assert (setup.slot(2) == 5).all()
+        setup.engine.close()
+
+
+@pytest.mark.parametrize("config", [BATCHES, KERNELS, RECTANGLES])
+def test_no_fault_of_any_call_loses_a_copy_or_a_byte(config) -> None:
+    """Fail the n-th call for n = 0, 1, ... until a run completes without a fault."""
+    fault = 0
+    while True:
+        setup = Setup(config, has_batch=config is not RECTANGLES)
+        first = setup.api.fallible_count
+        setup.api.fail_calls = {first + fault}
+        outcome = _offload_and_load(setup)
+        setup.engine.close()
+        setup.api.free_device(setup.memory.address)
+        assert setup.api.resource_count == 0
+        if setup.api.fallible_count <= first + fault:
+            assert outcome == {1: True, 2: True}
+            return
+        fault += 1
+
+
+def _offload_and_load(setup: Setup) -> dict[int, bool]:
+    """Copy block 3 to slot 5 and on to block 4; check what is claimed to have arrived."""
+    outcome: dict[int, bool] = {}
+    setup.fill(3, 8)
+    setup.fill(4, 1)
+    for copy_id, submit in ((1, setup.offload), (2, setup.load)):
+        try:
+            submit(copy_id, [2 + copy_id], [5])
+        except DeviceError:
+            outcome[copy_id] = False
+        while copy_id not in outcome:
+            outcome.update(dict.fromkeys(setup.engine.poll(), True))
+            outcome.update(dict.fromkeys(setup.engine.take_failed(), False))
+        setup.api.run_all()
+        if outcome[1]:
+            assert (setup.slot(5) == 8).all()
+        if outcome == {1: True, 2: True}:
+            assert (setup.block(4) == 8).all()
+    return outcome
+
+
+def test_a_copy_that_failed_halfway_is_reported_after_its_accepted_half() -> None:
+    """Or its owner would take memory back that is still being written."""
+    setup = Setup(has_batch=False, has_kernel=False, slot_count=400, steps_per_query=0)
+    blocks = np.arange(300) % BLOCK_COUNT
+    setup.engine.submit_offload(CopyId(0), 0, blocks[:1, None], np.arange(1))
+    setup.api.run_all()
+    setup.engine.poll()
+    # Mark, wait, the first slice of 250 runs, its event; then the second slice.
+    setup.api.fail_calls = {setup.api.fallible_count + 4}
+    setup.engine.submit_offload(CopyId(1), 0, blocks[:, None], np.arange(300))
+    assert setup.api.calls.count("copy_each") >= 2
+    setup.engine.poll()
+    assert setup.engine.take_failed() == []
+    setup.api.run_all()
+    assert setup.engine.poll() == []
+    assert setup.engine.take_failed() == [1]
+    setup.engine.close()
+
+
+@settings(max_examples=30)
+@given(seeds)
+def test_loads_may_be_submitted_from_many_threads(seed) -> None:
+    setup = Setup(seed=seed)
+    for slot in range(BLOCK_COUNT):
+        setup.slot(slot)[:] = slot + 1
+    mark = setup.engine.mark_compute()
+
+    def submit(first: int) -> None:
+        for slot in range(first, BLOCK_COUNT, 4):
+            setup.load(slot, [slot], [slot], after=mark)
+
+    threads = [threading.Thread(target=submit, args=(first,)) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    arrived = setup.engine.poll()
+    for thread in threads:
+        thread.join()
+    arrived += setup.wait(*set(range(BLOCK_COUNT)) - set(arrived))
+    assert sorted(arrived) == list(range(BLOCK_COUNT))
+    assert [int(setup.block(slot)[0, 0]) for slot in range(BLOCK_COUNT)] == [
+        slot + 1 for slot in range(BLOCK_COUNT)
+    ]
+    setup.engine.close()
+
+
+def test_close_waits_for_what_was_submitted_and_gives_everything_back() -> None:
+    setup = Setup(KERNELS, steps_per_query=0)
+    setup.fill(3, 4)
+    for copy_id in range(30):
+        setup.offload(copy_id, [3], [copy_id % BLOCK_COUNT])
+    setup.engine.mark_compute()
+    setup.engine.close()
+    setup.engine.close()
+    assert (setup.slot(13) == 4).all()
+    setup.api.free_device(setup.memory.address)
+    assert setup.api.resource_count == 0
+    assert setup.engine.poll() == []
+
+
+def test_a_closed_engine_refuses_copies() -> None:
+    setup = Setup()
+    setup.engine.close()
+    with pytest.raises(LayoutError):
+        setup.load(1, [3], [5])
+
+
+def test_caches_of_another_device_are_refused() -> None:
+    api = FakeCuda()
+    memory = FakeDeviceMemory(api, np.zeros(BLOCK_COUNT * PAGE, np.uint8))
+    memory.device = "cuda:1"
+    caches = make_caches(memory, [PAGE], 0, ChunkOrder.LAYER_MAJOR)
+    with pytest.raises(LayoutError, match="expected device cuda:0, got cuda:1"):
+        make_engine(api).register(caches, 1, 0, 0)
+
+
+def test_no_fault_while_registering_leaves_anything_behind() -> None:
+    fault = 0
+    while True:
+        api = FakeCuda(steps_per_query=10)
+        memory = FakeDeviceMemory(api, np.zeros(BLOCK_COUNT * PAGE, np.uint8))
+        caches = make_caches(memory, [PAGE], 0, ChunkOrder.LAYER_MAJOR)
+        pool = HostPool(PAGE_BYTES)
+        engine = make_engine(api, KERNELS)
+        first = api.fallible_count
+        api.fail_calls = {first + fault}
+        try:
+            engine.register(caches, 1, pool.address, pool.size_bytes)
+        except DeviceError:
+            assert fault < api.fallible_count - first
+        engine.close()
+        api.free_device(memory.address)
+        assert api.resource_count == 0
+        if api.fallible_count <= first + fault:
+            return
+        fault += 1
+
+
+def test_a_device_without_memory_to_measure_with_still_copies() -> None:
+    from tierstore.config import GpuConfig
+
+    class Poor(FakeCuda):
+        def alloc_device(self, size_bytes: int) -> int:
+            if size_bytes > 1 << 20:
+                raise DeviceError("cudaMalloc: out of memory")
+            return super().alloc_device(size_bytes)
+
+    api = Poor()
+    memory = FakeDeviceMemory(api, np.full(BLOCK_COUNT * PAGE, 3, np.uint8))
+    pool = HostPool(PAGE_BYTES)
+    engine = make_engine(api, GpuConfig())
+    engine.register(
+        make_caches(memory, [PAGE], 0, ChunkOrder.LAYER_MAJOR), 1, pool.address, pool.size_bytes
+    )
+    engine.submit_offload(CopyId(1), 0, np.array([[2]]), np.array([0]))
+    while not engine.poll():
+        pass
+    assert (pool.array[:PAGE] == 3).all()
+    engine.close()
+    api.free_device(memory.address)
+    assert api.resource_count == 0

@@ -1,0 +1,148 @@
+"""Pinning in the background: order, growth, refusal, graph capture, and what is left at the end."""
+
+from collections import deque
+
+import numpy as np
+import pytest
+
+from tierstore.clock import MonotonicClock
+from tierstore.dma.host_memory import bind_to_node, prefault
+from tierstore.dma.pinning import PoolPinner
+from tierstore.memory import HostPool
+from tierstore.metrics import Counters
+from tierstore.testing.fake_cuda import FakeCuda
+
+PIECE = 1 << 16
+PIECES = 6
+SIZE = PIECE * PIECES - 4096
+
+
+class Tasks:
+    """Background tasks that run when a test says so."""
+
+    def __init__(self) -> None:
+        self.queue = deque()
+
+    def spawn(self, task) -> None:
+        self.queue.append(task)
+
+    def run(self) -> None:
+        while self.queue:
+            self.queue.popleft()()
+
+
+@pytest.fixture
+def pool():
+    with HostPool(SIZE) as pool:
+        yield pool
+
+
+def make_pinner(api: FakeCuda, pool: HostPool, counters: Counters | None = None) -> PoolPinner:
+    return PoolPinner(
+        api,
+        pool.address,
+        pool.size_bytes,
+        counters or Counters(),
+        piece_bytes=PIECE,
+        clock=MonotonicClock(),
+    )
+
+
+def addresses(pool: HostPool) -> np.ndarray:
+    return pool.address + np.arange(PIECES) * PIECE
+
+
+def test_the_pool_is_pinned_piece_by_piece_from_its_first_slot_on(pool) -> None:
+    seen = []
+
+    class Watched(FakeCuda):
+        def register_host(self, address: int, size_bytes: int) -> None:
+            super().register_host(address, size_bytes)
+            seen.append((address - pool.address, size_bytes))
+
+    tasks = Tasks()
+    pinner = make_pinner(Watched(), pool)
+    pinner.open(tasks.spawn)
+    assert pinner.pinned(addresses(pool)).tolist() == [False] * PIECES
+    tasks.run()
+    assert pinner.pinned(addresses(pool)) is None
+    assert [at for at, _ in seen] == [i * PIECE for i in range(PIECES)]
+    assert sum(size for _, size in seen) == SIZE
+    assert pinner.borders == [*addresses(pool).tolist(), pool.address + SIZE]
+    pinner.close()
+
+
+def test_pinning_keeps_the_bytes_of_slots_in_use(pool) -> None:
+    pool.array[:] = 7
+    tasks = Tasks()
+    pinner = make_pinner(FakeCuda(), pool)
+    pinner.open(tasks.spawn)
+    tasks.run()
+    assert (pool.array == 7).all()
+    pinner.close()
+
+
+def test_a_refusal_leaves_the_rest_pageable_with_one_warning(pool, caplog) -> None:
+    api, tasks, counters = FakeCuda(), Tasks(), Counters()
+    api.fail_calls = {2}
+    pinner = make_pinner(api, pool, counters)
+    pinner.open(tasks.spawn)
+    tasks.run()
+    assert pinner.pinned(addresses(pool)).tolist() == [True, True, False, False, False, False]
+    assert counters.snapshot()["pinned_bytes"] == 2 * PIECE
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "ulimit -l" in caplog.text
+    pinner.close()
+    assert api.registered_bytes == 0
+    assert counters.snapshot()["pinned_bytes"] == 0
+
+
+def test_pinning_pauses_while_a_graph_is_captured_and_goes_on_after(pool, caplog) -> None:
+    api, tasks = FakeCuda(), Tasks()
+    api.busy = True
+    pinner = make_pinner(api, pool)
+    pinner.open(tasks.spawn)
+    tasks.run()
+    assert pinner.pinned(addresses(pool)).tolist() == [False] * PIECES
+    pinner.resume()
+    tasks.run()
+    api.busy = False
+    pinner.resume()
+    tasks.run()
+    assert pinner.pinned(addresses(pool)) is None
+    assert caplog.records == []
+    pinner.close()
+
+
+def test_close_stops_halfway_and_unregisters_what_was_pinned(pool) -> None:
+    class Stopping(FakeCuda):
+        def register_host(self, address: int, size_bytes: int) -> None:
+            super().register_host(address, size_bytes)
+            pinner._queue = deque(list(pinner._queue)[:1])
+
+    api, tasks, counters = Stopping(), Tasks(), Counters()
+    pinner = make_pinner(api, pool, counters)
+    pinner.open(tasks.spawn)
+    tasks.run()
+    assert 0 < api.registered_bytes < SIZE
+    pinner.close()
+    pinner.close()
+    assert api.registered_bytes == 0
+    sums = counters.snapshot()
+    assert sums["pinned_bytes"] == 0
+    assert sums["pin_seconds_total"] > 0
+
+
+def test_a_pool_that_is_never_pinned_says_so() -> None:
+    pinner = PoolPinner(FakeCuda(), 1 << 20, 0, Counters())
+    assert pinner.pinned(np.array([1 << 20, 2 << 20])).tolist() == [False, False]
+    pinner.close()
+
+
+def test_prefault_and_placement_change_no_byte(pool) -> None:
+    pool.array[:100] = 5
+    prefault(pool.address, pool.size_bytes)
+    bind_to_node(pool.address, pool.size_bytes, 0)
+    assert not bind_to_node(pool.address, pool.size_bytes, 4000)
+    assert (pool.array[:100] == 5).all()
+    assert (pool.array[100:] == 0).all()

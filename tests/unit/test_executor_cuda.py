@@ -1,0 +1,116 @@
+"""The executor over the CUDA engine: each command is answered, with its bytes or a failure."""
+
+import numpy as np
+import pytest
+from cuda_engines import BATCHES, make_engine
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierstore.clock import MonotonicClock
+from tierstore.config import load_config
+from tierstore.errors import LayoutError
+from tierstore.executor import TransferExecutor
+from tierstore.layout import PAGE_BYTES, CanonicalKVCaches, ChunkOrder
+from tierstore.manifest import Manifest
+from tierstore.memory import HostPool
+from tierstore.metrics import Counters
+from tierstore.testing.copy_conformance import BLOCK_COUNT, make_caches
+from tierstore.testing.fake_cuda import FakeCuda, FakeDeviceMemory
+from tierstore.transfer import FailureReason, JobId, Load, LoadPart, Offload
+
+PAGE = 512
+
+
+class Setup:
+    def __init__(self, **fake) -> None:
+        self.api = FakeCuda(**fake)
+        self.memory = FakeDeviceMemory(self.api, np.zeros(BLOCK_COUNT * PAGE, np.uint8))
+        self.pool = HostPool(BLOCK_COUNT * PAGE_BYTES)
+        self.engine = make_engine(self.api, BATCHES)
+        caches = make_caches(self.memory, [PAGE], 0, ChunkOrder.LAYER_MAJOR)
+        self.engine.register(caches, 1, self.pool.address, self.pool.size_bytes)
+        self.executor = TransferExecutor(
+            manifest=Manifest.simple("m", PAGE),
+            pool=self.pool,
+            engine=self.engine,
+            pin_threads=None,
+            tiers=[],
+            counters=Counters(),
+            clock=MonotonicClock(),
+        )
+        self.blocks = self.memory._bytes.reshape(BLOCK_COUNT, PAGE)
+
+    def compute(self, block: int, value: int) -> None:
+        self.api.launch(0, lambda: self.blocks[block].fill(value))
+
+    def slot(self, slot: int) -> np.ndarray:
+        return self.pool.array[slot * PAGE_BYTES :][:PAGE]
+
+
+def offload(job: int, blocks, slots) -> Offload:
+    return Offload(
+        job_id=JobId(job), group_idx=0, block_ids=np.array(blocks)[:, None], slots=np.array(slots)
+    )
+
+
+def load(job: int, blocks, slots) -> Load:
+    part = LoadPart(group_idx=0, block_ids=np.array(blocks)[:, None], slots=np.array(slots))
+    return Load(job_id=JobId(job), parts=(part,))
+
+
+@given(st.integers(0, 1 << 30))
+def test_a_block_that_changes_hands_keeps_both_owners_right(seed) -> None:
+    """Its offload is fenced, a load fills it for the next owner, whose step then reads it."""
+    setup = Setup(seed=seed)
+    setup.slot(6)[:] = 9
+    setup.compute(3, 7)
+    setup.executor.submit([offload(1, [3], [5])])
+    setup.executor.fence((JobId(1),))
+    setup.executor.submit([load(2, [3], [6])])
+    answers = setup.executor.drain(10.0)
+    assert {answer.job_id: answer.ok for answer in answers} == {1: True, 2: True}
+    assert (setup.slot(5) == 7).all()
+    assert (setup.blocks[3] == 9).all()
+    setup.executor.close()
+
+
+@pytest.mark.parametrize("fault", range(5))
+def test_a_refused_offload_fails_its_chunks_and_nothing_else(fault) -> None:
+    setup = Setup()
+    setup.blocks[:] = 4
+    setup.api.fail_calls = {setup.api.fallible_count + fault}
+    setup.executor.submit([offload(1, [3, 8], [5, 6])])
+    setup.executor.submit([offload(2, [4, 9], [7, 8])])
+    answers = {answer.job_id: answer for answer in setup.executor.drain(10.0)}
+    assert answers[JobId(1)].failed == dict.fromkeys(range(2), FailureReason.IO_ERROR)
+    assert not answers[JobId(1)].ok
+    assert answers[JobId(2)].ok
+    assert (setup.slot(7) == 4).all()
+    setup.executor.close()
+    assert setup.api.registered_bytes == 0
+
+
+def test_a_refused_load_is_answered_as_failed() -> None:
+    setup = Setup()
+    mark_and_wait = 3
+    setup.api.fail_calls = {setup.api.fallible_count + mark_and_wait}
+    setup.executor.submit([load(1, [3, 8], [5, 6])])
+    (answer,) = setup.executor.drain(10.0)
+    assert not answer.ok
+    setup.executor.close()
+
+
+def test_a_device_without_an_engine_is_refused_by_name() -> None:
+    config = load_config({"primary": {"capacity": "64KiB"}})
+    caches = CanonicalKVCaches(
+        tensors=(), group_refs=(), chunk_order=ChunkOrder.LAYER_MAJOR, device="xpu:0"
+    )
+    with pytest.raises(LayoutError, match="'xpu:0': expected cpu or cuda:<index>"):
+        TransferExecutor.open(
+            config,
+            Manifest.simple("m", PAGE),
+            rank=0,
+            rank_count=1,
+            caches=caches,
+            counters=Counters(),
+        )

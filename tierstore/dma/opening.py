@@ -1,0 +1,50 @@
+"""Chooses the copy engine by the device on which the KV caches lie."""
+
+import re
+from collections.abc import Callable
+
+from tierstore.config import GpuConfig
+from tierstore.dma.cuda import CudaCopyEngine
+from tierstore.dma.host import HostCopyEngine
+from tierstore.dma.pinning import Spawn
+from tierstore.dma.protocol import CopyEngine
+from tierstore.errors import LayoutError
+from tierstore.metrics import Counters
+
+__all__ = ["is_cuda", "open_copy_engine"]
+
+
+def is_cuda(device: str) -> bool:
+    """Say whether a device name means a GPU."""
+    return re.fullmatch(r"cuda:\d+", device) is not None
+
+
+def open_copy_engine(
+    device: str,
+    config: GpuConfig,
+    *,
+    counters: Counters,
+    spawn: Spawn | None,
+    compute_stream: Callable[[], int] | None = None,
+) -> CopyEngine:
+    """Return an engine without regions for `cpu` or `cuda:<index>`.
+
+    Raises:
+        LayoutError: there is no engine for such a device.
+        MissingExtraError: CuPy is not installed.
+        DeviceError: there is no such GPU, or no driver.
+    """
+    if device == "cpu":
+        return HostCopyEngine()
+    if not is_cuda(device):
+        raise LayoutError(f"no copy engine for device {device!r}: expected cpu or cuda:<index>")
+    from tierstore.dma.cupy_api import CupyApi
+
+    return CudaCopyEngine(
+        CupyApi(int(device.removeprefix("cuda:")), kernel_sms=config.kernel_sms),
+        device=device,
+        config=config,
+        counters=counters,
+        spawn=spawn,
+        compute_stream=compute_stream,
+    )
