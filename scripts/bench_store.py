@@ -239,7 +239,9 @@ class StoreBench:
         self._run_count = 0
 
     def run(self, clock: Clock) -> None:
-        """Write with and without a flush, then read what was written last."""
+        """Write with and without a flush into a new tier, then read what was written last."""
+        shutil.rmtree(self._config.secondary[0].path, ignore_errors=True)
+        self._run_count = 0
         self._write(clock, durable=True)
         self._write(clock, durable=False)
         self._read(clock)
