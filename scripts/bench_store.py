@@ -26,15 +26,13 @@ import shutil
 import statistics
 import sys
 import tempfile
-import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import numpy as np
+from _bench_device import Clock, RawBench, Threads
 
 from tierstore import Manifest, TierStore
 from tierstore.backend.opening import open_backend
@@ -42,107 +40,15 @@ from tierstore.backend.protocol import Backend, RecordIo
 from tierstore.config import StoreConfig, load_config
 from tierstore.executor.job import split_batches
 from tierstore.geometry import SpaceGeometry
-from tierstore.io_pool import IoPool
 from tierstore.key import OffloadKey, make_offload_keys
 from tierstore.layout import PAGE_BYTES, round_up
 from tierstore.record import EXTENT_RECORDS_MAX, PLACE_DTYPE
 from tierstore.transfer import FailureReason, Place
 
 CHUNKS = ["16KiB", "64KiB", "256KiB", "1MiB", "4MiB", "16MiB"]
-RAW_REQUEST_BYTES = 4 << 20
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 30.0
+WARM_UP_RUNS = 3
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-
-
-@dataclass
-class Clock:
-    """GB/s and CPU seconds per GB of each measurement, by name."""
-
-    rates: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    cpu: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-
-    def time(self, name: str, size_bytes: int, call: Callable[[], object]) -> None:
-        """Run `call`, which moves `size_bytes`."""
-        start, cpu_start = time.perf_counter(), time.process_time()
-        call()
-        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu_start
-        self.rates[name].append(size_bytes / seconds / 1e9)
-        self.cpu[name].append(cpu * 1e9 / size_bytes)
-
-
-class Threads:
-    """Runs tasks in the threads of a pool and waits for all of them."""
-
-    def __init__(self, count: int) -> None:
-        self._pool = IoPool(count, "bench")
-        self._pool.open()
-
-    def run(self, tasks: Sequence[Callable[[], object]]) -> None:
-        """Run all tasks; returns when the last has ended."""
-        left = threading.Semaphore(0)
-        problems: list[object] = []
-
-        def run_one(task: Callable[[], object]) -> None:
-            try:
-                problem = task()
-                if problem:
-                    problems.append(problem)
-            finally:
-                left.release()
-
-        for task in tasks:
-            self._pool.submit_write(partial(run_one, task))
-        for _ in tasks:
-            left.acquire()
-        if problems:
-            raise RuntimeError(f"benchmark task failed: {problems[0]}")
-
-    def close(self) -> None:
-        """Stop the threads."""
-        self._pool.close(PATIENCE_SECONDS)
-
-
-class RawBench:
-    """Large sequential O_DIRECT I/O on one preallocated file."""
-
-    def __init__(self, directory: Path, size_bytes: int, threads: Threads) -> None:
-        self._path = directory / "raw"
-        self._size_bytes = size_bytes
-        self._threads = threads
-        self._buffer = memoryview(mmap.mmap(-1, size_bytes))
-        self._buffer[:] = np.random.default_rng(1).bytes(size_bytes)
-
-        # One file for all runs: freeing its blocks would keep the device busy during others' turns.
-        self._fd = os.open(directory / "raw", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-        os.posix_fallocate(self._fd, 0, size_bytes)
-
-    def run(self, clock: Clock) -> None:
-        """Write the file and read it."""
-        clock.time("raw write", self._size_bytes, partial(self._move, _write))
-        os.fdatasync(self._fd)
-        clock.time("raw read", self._size_bytes, partial(self._move, _read))
-
-    def close(self) -> None:
-        """Close and remove the file."""
-        os.close(self._fd)
-        self._path.unlink()
-
-    def _move(self, call: Callable[[int, memoryview, int], int]) -> None:
-        starts = range(0, self._size_bytes, RAW_REQUEST_BYTES)
-        self._threads.run([partial(self._one, call, start) for start in starts])
-
-    def _one(self, call: Callable[[int, memoryview, int], int], start: int) -> str:
-        stop = min(start + RAW_REQUEST_BYTES, self._size_bytes)
-        moved = call(self._fd, self._buffer[start:stop], start)
-        return "" if moved == stop - start else f"short I/O at {start}"
-
-
-def _write(fd: int, buffer: memoryview, offset: int) -> int:
-    return os.pwrite(fd, buffer, offset)
-
-
-def _read(fd: int, buffer: memoryview, offset: int) -> int:
-    return os.preadv(fd, [buffer], offset)
 
 
 class Data:
@@ -188,7 +94,9 @@ class BackendBench:
         size_bytes = self._data.size_bytes
         clock.time("backend write", size_bytes, partial(self._move, self._backend.write))
         self._backend.sync()
+        self._backend.close()  # pages that are mapped would stay in memory
         drop_page_cache(self._tier.path)
+        self._backend.open()
         clock.time("backend read", size_bytes, partial(self._move, self._backend.read))
         self._backend.release([], self._segments)
 
@@ -227,7 +135,7 @@ class BackendBench:
 
 
 class StoreBench:
-    """A TierStore whose memory holds one run, so that earlier runs are read from disk."""
+    """A TierStore, opened anew before each read, so that its memory holds nothing of it."""
 
     def __init__(self, config: StoreConfig, data: Data, requests: Sequence[int]) -> None:
         self._config = config
@@ -236,7 +144,9 @@ class StoreBench:
         self._run_count = 0
 
     def run(self, clock: Clock) -> None:
-        """Write with and without a flush, then read what was written last."""
+        """Write with and without a flush into a new tier, then read what was written last."""
+        shutil.rmtree(self._config.secondary[0].path, ignore_errors=True)
+        self._run_count = 0
         self._write(clock, durable=True)
         self._write(clock, durable=False)
         self._read(clock)
@@ -245,8 +155,9 @@ class StoreBench:
         what = "durable" if durable else "write"
         with TierStore.open(self._config, self._data.manifest) as store:
             # The first touch of memory costs more than all later ones.
-            self._put(store, self._data.keys(self._run_count), self._data.count, durable=True)
-            self._run_count += 1
+            for _ in range(WARM_UP_RUNS):
+                self._put(store, self._data.keys(self._run_count), self._data.count, durable=True)
+                self._run_count += 1
             for request in self._requests:
                 keys = self._data.keys(self._run_count)
                 call = partial(self._put, store, keys, request, durable=durable)
@@ -254,21 +165,18 @@ class StoreBench:
                 self._run_count += 1
 
     def _read(self, clock: Clock) -> None:
-        requests = len(self._requests)
-        warm_up = self._data.keys(self._run_count - requests - 1)
-        drop_page_cache(self._config.secondary[0].path)
-        with TierStore.open(self._config, self._data.manifest) as store:
-            self._get(store, warm_up, self._data.count, expect_all=False)
-            for order in ("in order", "random"):
-                for number, request in enumerate(self._requests):
-                    keys = self._data.keys(self._run_count - requests + number)
+        first = self._run_count - len(self._requests)
+        for order in ("in order", "random"):
+            drop_page_cache(self._config.secondary[0].path)
+            with TierStore.open(self._config, self._data.manifest) as store:
+                for run in range(first - WARM_UP_RUNS, first):
+                    self._get(store, self._data.keys(run), self._data.count, expect_all=False)
+                for run, request in enumerate(self._requests, first):
+                    keys = self._data.keys(run)
                     if order == "random":
-                        random.Random(number).shuffle(keys)  # noqa: S311 - no secrets
-                        # Memory holds the run of the largest request now; fill it with another.
-                        self._get(store, warm_up, self._data.count, expect_all=False)
-                    name = f"store read {order}, {request}"
+                        random.Random(run).shuffle(keys)  # noqa: S311 - no secrets
                     call = partial(self._get, store, keys, request, expect_all=True)
-                    clock.time(name, self._data.size_bytes, call)
+                    clock.time(f"store read {order}, {request}", self._data.size_bytes, call)
 
     def close(self) -> None:
         """Remove the files."""
@@ -286,7 +194,7 @@ class StoreBench:
         while demoted_chunks(store) - before < len(keys):
             if time.monotonic() > until:
                 raise RuntimeError(f"chunks were not recorded: {store.stats().counters}")
-            time.sleep(0.0002)
+            time.sleep(0.001)
 
     def _get(
         self, store: TierStore, keys: list[OffloadKey], request: int, *, expect_all: bool
@@ -320,12 +228,12 @@ def config_of(
         "name": "disk",
         "backend": backend,
         "path": str(directory),
-        "capacity": f"{data_bytes * (2 * len(arguments.requests) + 4) + (48 << 20)}B",
+        "capacity": f"{data_bytes * (2 * len(arguments.requests) + 7) + (48 << 20)}B",
         "io": {"threads": arguments.threads, "mode": arguments.mode, "deadline": "60s"},
     }
     if backend == "lmdb":
         del tier["io"]["mode"]  # type: ignore[attr-defined]
-    primary = {"capacity": f"{data_bytes + (8 << 20)}B"}
+    primary = {"capacity": f"{2 * data_bytes + (8 << 20)}B"}
     return load_config({"version": 1, "primary": primary, "secondary": [tier]})
 
 
@@ -397,7 +305,7 @@ def main() -> None:
     parser.add_argument(
         "--requests", nargs="+", type=int, default=[16, 256], help="chunks per call"
     )
-    parser.add_argument("--bytes", default="32MiB", help="moved per measurement")
+    parser.add_argument("--bytes", default="24MiB", help="moved per measurement")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--mode", choices=["direct", "buffered", "mmap"], default="direct")
@@ -416,8 +324,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bench-store-", dir=arguments.path) as name:
         for backend in arguments.backends:
             for chunk in arguments.chunks:
-                results.append(bench(Path(name), backend, chunk, arguments))
-                print(*lines_of(results[-1]), sep="\n", flush=True)
+                try:
+                    with tempfile.TemporaryDirectory(dir=name) as directory:
+                        result = bench(Path(directory), backend, chunk, arguments)
+                except RuntimeError as error:
+                    print(f"\n{backend}, chunks of {chunk}: not measured: {error}", flush=True)
+                    continue
+                results.append(result)
+                print(*lines_of(result), sep="\n", flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps({"conditions": conditions, "results": results}))
 

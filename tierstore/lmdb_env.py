@@ -113,11 +113,12 @@ class LmdbEnv:
         self._databases: dict[bytes, Database] = {}
 
     @classmethod
-    def open(cls, directory: Path, *, map_bytes: int) -> Self:
+    def open(cls, directory: Path, *, map_bytes: int, readahead: bool = False) -> Self:
         """Open or create the environment below `directory`, which is made if needed.
 
         `map_bytes` bounds the data file for good, or grows to its present size. Of several
-        openers in one process the first decides. Nothing is flushed but by `sync`.
+        openers in one process the first decides. Nothing is flushed but by `sync`. `readahead`
+        is for large values: without it the kernel reads them page by page.
 
         Raises:
             BackendError: it cannot be opened; the message says what to do.
@@ -126,7 +127,8 @@ class LmdbEnv:
             key = (os.getpid(), os.path.realpath(directory))
             shared = cls._shared.get(key)
             if shared is None:
-                shared = cls._shared[key] = cls(directory, _open_env(directory, map_bytes), key)
+                env = _open_env(directory, map_bytes, readahead=readahead)
+                shared = cls._shared[key] = cls(directory, env, key)
             shared._reference_count += 1
             return shared  # type: ignore[return-value]
 
@@ -213,7 +215,7 @@ class LmdbEnv:
             raise translate(error, self.directory) from error
 
 
-def _open_env(directory: Path, map_bytes: int) -> lmdb.Environment:
+def _open_env(directory: Path, map_bytes: int, *, readahead: bool) -> lmdb.Environment:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         env = lmdb.open(
@@ -223,7 +225,7 @@ def _open_env(directory: Path, map_bytes: int) -> lmdb.Environment:
             max_readers=_READERS_MAX,
             sync=False,
             metasync=False,
-            readahead=False,
+            readahead=readahead,
             meminit=False,
         )
         env.reader_check()

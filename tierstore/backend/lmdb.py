@@ -67,7 +67,7 @@ class LmdbBackend:
         """
         with self._lock:
             if self._env is None:
-                self._env = LmdbEnv.open(self._directory, map_bytes=self._map_bytes)
+                self._env = LmdbEnv.open(self._directory, map_bytes=self._map_bytes, readahead=True)
                 _logger.info(
                     "lmdb backend open: directory=%s map_bytes=%d", self._directory, self._map_bytes
                 )
