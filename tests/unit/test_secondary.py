@@ -148,7 +148,7 @@ def test_after_a_restart_the_least_recently_used_records_go_first(tmp_path):
     tier = open_tier(tmp_path)
     for number in range(0, 40, 4):
         store(tier, *range(number, number + 4), ticket=number)
-    tier.touch(keys_of(*range(0, 8)))
+    tier.touch(keys_of(*range(8)))
     assert tier.wait(10)
     tier.close()
     tier = open_tier(tmp_path)
