@@ -145,6 +145,42 @@ def test_a_killed_process_leaves_a_sound_catalog(tmp_path):
     assert list((path / "owners").iterdir()) == []
 
 
+def test_after_a_restart_the_least_recently_used_records_go_first(tmp_path):
+    tier = open_tier(tmp_path)
+    for number in range(0, 40, 4):
+        store(tier, *range(number, number + 4), ticket=number)
+    tier.touch(keys_of(*range(8)))
+    assert tier.wait(10)
+    tier.close()
+    tier = open_tier(tmp_path)
+    number = 1000
+    while all(tier.locate(keys_of(*range(8, 40)))):
+        store(tier, *range(number, number + 4), ticket=number)
+        number += 4
+    while any(tier.locate(keys_of(*range(8, 40)))):
+        assert all(tier.locate(keys_of(*range(8))))
+        kept = [bool(place) for place in tier.locate(keys_of(*range(8, 40)))]
+        groups = [any(kept[first : first + 4]) for first in range(0, 32, 4)]
+        assert groups == sorted(groups)
+        store(tier, *range(number, number + 4), ticket=number)
+        number += 4
+    tier.close()
+
+
+def test_lock_files_of_killed_processes_do_not_pile_up(tmp_path):
+    path = tmp_path / "tier"
+    for round_number in range(5):
+        process = start_writer(path, round_number * 10_000, 4000)
+        assert process.stdout.readline() == "open\n"
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        files = list((path / "owners").iterdir())
+        assert len(files) == 1
+        assert sum(file.stat().st_blocks for file in files) == 0
+    open_tier(path).close()
+    assert list((path / "owners").iterdir()) == []
+
+
 def test_every_exception_class_of_lmdb_is_translated():
     classes = {
         name
