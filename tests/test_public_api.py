@@ -40,10 +40,8 @@ def bound_names(path: Path) -> set[str]:
     """Aliases of types; and in a package, what it imports to offer it again."""
     names: set[str] = set()
     body = tree_of(path).body
-    for node in [
-        *body,
-        *(inner for node in body if isinstance(node, ast.If) for inner in node.body),
-    ]:
+    conditional = [inner for outer in body if isinstance(outer, ast.If) for inner in outer.body]
+    for node in [*body, *conditional]:
         if isinstance(node, ast.Assign):
             names.update(target.id for target in node.targets if isinstance(target, ast.Name))
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):

@@ -14,7 +14,10 @@ from tierstore.config import SecondaryConfig
 from tierstore.key import make_offload_keys
 from tierstore.lmdb_env import LmdbEnv
 from tierstore.manifest import Manifest
-from tierstore.tier.catalog_writer import Freed, Placed
+from tierstore.tier.catalog_messages import (
+    Freed,
+    Placed,
+)
 from tierstore.tier.secondary import SecondaryTier
 
 MIB = 1 << 20

@@ -4,7 +4,6 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
@@ -16,7 +15,7 @@ from tierstore.dma.opening import is_cuda, open_copy_engine
 from tierstore.dma.pinning import PIN_TASKS
 from tierstore.dma.protocol import CopyEngine, CopyId
 from tierstore.errors import DeviceError, LayoutError
-from tierstore.executor.job import Job, PartIndex, RecordSpan, split_batches
+from tierstore.executor.job import Copy, Job, PartIndex, RecordSpan, split_batches
 from tierstore.executor.tier_io import TierIo
 from tierstore.io_pool import IoPool
 from tierstore.layout import PAGE_BYTES, CanonicalKVCaches
@@ -41,15 +40,6 @@ __all__ = ["TransferExecutor"]
 _logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_SECONDS = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """A copy on its way between GPU and slots."""
-
-    job: Job
-    offload_count: int
-    """Chunks of an offload; 0 for a load."""
 
 
 class TransferExecutor:
@@ -86,7 +76,7 @@ class TransferExecutor:
         # Guards everything below: tasks report from their threads.
         self._changed = threading.Condition()
         self._jobs: dict[JobId, Job] = {}
-        self._copies: dict[CopyId, _Copy] = {}
+        self._copies: dict[CopyId, Copy] = {}
         self._closed = False
 
     @classmethod
@@ -312,7 +302,7 @@ class TransferExecutor:
         copy_id = CopyId(next(self._copy_ids))
         offload_count = len(part.slots) if isinstance(part, Offload) else 0
         with self._changed:
-            self._copies[copy_id] = _Copy(job, offload_count)
+            self._copies[copy_id] = Copy(job, offload_count)
             job.copies_left += 1
         where = (part.group_idx, part.block_ids, part.slots)
         try:

@@ -23,7 +23,7 @@ from tierstore.transfer import (
     TransferDone,
 )
 
-__all__ = ["Job", "PartIndex", "RecordSpan", "split_batches"]
+__all__ = ["Copy", "Job", "PartIndex", "RecordSpan", "split_batches"]
 
 _BATCH_BYTES_MIN = 1 << 20
 _BATCH_BYTES_MAX = 8 << 20
@@ -70,6 +70,15 @@ class Job:
         return TransferDone(
             job_id=self.job_id, ok=self.ok and not self.failed, failed=dict(self.failed)
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A copy on its way between GPU and slots."""
+
+    job: Job
+    offload_count: int
+    """Chunks of an offload; 0 for a load."""
 
 
 class PartIndex:

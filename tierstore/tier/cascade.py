@@ -19,7 +19,11 @@ from tierstore.config import SecondaryConfig
 from tierstore.key import OffloadKey, get_offload_group_idx
 from tierstore.layout import GroupSpec
 from tierstore.metrics import Counters, Metric
-from tierstore.tier.catalog_writer import Freed, Placed, Refused
+from tierstore.tier.catalog_messages import (
+    Freed,
+    Placed,
+    Refused,
+)
 from tierstore.tier.primary import PrimaryTier
 from tierstore.tier.secondary import SecondaryTier
 from tierstore.transfer import Command, Demote, JobId, Release, TransferDone

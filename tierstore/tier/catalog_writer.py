@@ -7,31 +7,30 @@ one transaction; tickets, waiting requests and events change only after it commi
 import logging
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from tierstore.clock import Clock
 from tierstore.errors import BackendError, BackendFullError, CatalogError
-from tierstore.key import Namespace, OffloadKey
+from tierstore.key import OffloadKey
 from tierstore.tier.catalog import Catalog
+from tierstore.tier.catalog_messages import (
+    CommitTicket,
+    Evict,
+    ForgetNamespace,
+    Freed,
+    Operation,
+    Placed,
+    Refused,
+    ReleaseDone,
+    RemoveKeys,
+    RequestPlaces,
+    SecondaryEvent,
+    TouchKeys,
+)
 from tierstore.tier.catalog_schema import PendingRow
 from tierstore.tier.catalog_txn import EVICT_COUNT_MAX, CatalogTxn, Ticket
 from tierstore.transfer import FailureReason, PageRun, Place
 
-__all__ = [
-    "CatalogWriter",
-    "CommitTicket",
-    "Evict",
-    "ForgetNamespace",
-    "Freed",
-    "Operation",
-    "Placed",
-    "Refused",
-    "ReleaseDone",
-    "RemoveKeys",
-    "RequestPlaces",
-    "SecondaryEvent",
-    "TouchKeys",
-]
+__all__ = ["CatalogWriter"]
 
 _logger = logging.getLogger(__name__)
 
@@ -41,90 +40,6 @@ _SYNC_SECONDS = 5.0
 _STARVATION_SECONDS = 1.0
 """A request that waits longer takes over the releases of other processes, which may be idle."""
 _RELIEF_STEP = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """Places are reserved for these keys of a request; keys already recorded are left out."""
-
-    ticket: int
-    keys: tuple[OffloadKey, ...]
-    places: tuple[Place, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """No place for a request: it is too large for the tier, or the catalog failed."""
-
-    ticket: int
-    reason: FailureReason
-
-
-@dataclass(frozen=True, slots=True)
-class Freed:
-    """Bytes to give back to the file system on every rank; confirm with `released`."""
-
-    release_id: int
-    runs: tuple[PageRun, ...]
-    empty_segments: tuple[int, ...]
-
-
-SecondaryEvent = Placed | Refused | Freed
-
-
-@dataclass(frozen=True, slots=True)
-class RequestPlaces:
-    """Wanted: one place per key."""
-
-    ticket: int
-    keys: tuple[OffloadKey, ...]
-    payload_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class CommitTicket:
-    """Written: the records of a ticket but the failed ones (all of them: None)."""
-
-    ticket: int
-    failed: frozenset[int] | None
-
-
-@dataclass(frozen=True, slots=True)
-class TouchKeys:
-    """Used: records, tail first."""
-
-    keys: tuple[OffloadKey, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RemoveKeys:
-    """Worthless: records."""
-
-    keys: tuple[OffloadKey, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ReleaseDone:
-    """Given back: the bytes of a `Freed`."""
-
-    release_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class ForgetNamespace:
-    """Unwanted: all records of a namespace."""
-
-    namespace: Namespace
-
-
-@dataclass(frozen=True, slots=True)
-class Evict:
-    """Look again whether there is room for what waits and for what comes next."""
-
-
-Operation = (
-    RequestPlaces | CommitTicket | TouchKeys | RemoveKeys | ReleaseDone | ForgetNamespace | Evict
-)
 
 
 class CatalogWriter:

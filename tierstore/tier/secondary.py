@@ -12,8 +12,7 @@ from tierstore.io_pool import Mailbox
 from tierstore.key import OffloadKey
 from tierstore.manifest import Manifest
 from tierstore.tier.catalog import Catalog, SecondaryStats
-from tierstore.tier.catalog_writer import (
-    CatalogWriter,
+from tierstore.tier.catalog_messages import (
     CommitTicket,
     Evict,
     ForgetNamespace,
@@ -24,6 +23,7 @@ from tierstore.tier.catalog_writer import (
     SecondaryEvent,
     TouchKeys,
 )
+from tierstore.tier.catalog_writer import CatalogWriter
 from tierstore.transfer import Place
 
 __all__ = ["SecondaryTier"]
