@@ -322,6 +322,17 @@ def test_a_full_map_evicts_instead_of_failing(tmp_path):
     LmdbEnv.open(tmp_path / "catalog", map_bytes=1).close()
 
 
+def test_the_map_of_the_geometry_has_room_for_random_keys_under_steady_eviction(tmp_path):
+    harness = Harness(tmp_path, backend="lmdb", capacity=16 * MIB, chunk=3900)
+    for first in range(0, 12_000, 32):
+        numbers = random.Random(first).sample(range(10**9), 32)
+        assert isinstance(harness.store(*numbers), Placed)
+    geometry = harness.catalog.geometry
+    assert harness.catalog._env.used_bytes() <= geometry.catalog_map_bytes // 2
+    assert harness.catalog.stats().evicted_count > 8000
+    harness.catalog.close()
+
+
 def test_another_manifest_under_the_same_namespace_is_refused(tmp_path):
     harness = Harness(tmp_path)
     with harness.catalog._env.write() as txn:
@@ -408,7 +419,7 @@ def test_the_catalog_agrees_with_a_model(tmp_path_factory, backend, steps):
                 stored = [
                     int(key[-16:]) for i, key in enumerate(answer.keys) if i not in set(failed)
                 ]
-                # Placed keys had no record: a waiting request may have evicted its own.
+                # Placed keys had no record: a request that waits may evict what it names itself.
                 for key in answer.keys:
                     model.pop(int(key[-16:]), None)
                 model.update(dict.fromkeys(reversed(stored)))
