@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Answer", "EngineJob", "EngineResult", "Round", "run_engine"]
+__all__ = ["Answer", "EngineJob", "EngineResult", "Round", "engine_environment", "run_engine"]
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -85,7 +85,7 @@ def run_engine(job: EngineJob, folder: Path, *, timeout_seconds: float = 240) ->
             [sys.executable, __file__, job_file, result_file],
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=_environment(job),
+            env=engine_environment(separate_process=job.separate_process),
             timeout=timeout_seconds,
             check=False,
         ).returncode
@@ -99,11 +99,12 @@ def run_engine(job: EngineJob, folder: Path, *, timeout_seconds: float = 240) ->
     return EngineResult(rounds, result["metrics"], text)
 
 
-def _environment(job: EngineJob) -> dict[str, str]:
+def engine_environment(*, separate_process: bool) -> dict[str, str]:
+    """Return the environment of a process that runs an engine."""
     paths = [_REPOSITORY, _REPOSITORY / "adapters" / "vllm", Path(__file__).parent]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")]),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if job.separate_process else "0",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if separate_process else "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",

@@ -1,0 +1,23 @@
+"""A connector whose loads take several engine steps, so that requests can be aborted meanwhile."""
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+from tierstore_vllm import TierStoreConnector
+
+__all__ = ["SlowConnector"]
+
+_STEPS_PER_ANSWER = 5
+
+
+class SlowConnector(TierStoreConnector):
+    """Looks for answers in every fifth step only."""
+
+    _step_count = 0
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        self._step_count += 1
+        if self._step_count % _STEPS_PER_ANSWER:
+            return KVConnectorTransferResults()
+        return super().get_transfer_results(finished_req_ids)
