@@ -7,6 +7,7 @@ import itertools
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -54,10 +55,11 @@ class IoPool:
 
     def close(self, timeout_seconds: float) -> bool:
         """Run what is queued, then stop; False: a thread still hangs in its I/O."""
+        until = time.monotonic() + timeout_seconds
         for _ in self._threads:
             self._queue.put((_STOP, next(self._sequence), None))
         for thread in self._threads:
-            thread.join(timeout_seconds)
+            thread.join(max(0.0, until - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
