@@ -93,6 +93,7 @@ class TierStore:
         self._specs = manifest.group_specs()
         self._loop = PlaneLoop(stack, executor, MonotonicClock())
         self._lock = threading.RLock()
+        self._is_stalled = False
         self._closed = False
 
     @classmethod
@@ -284,12 +285,14 @@ class TierStore:
     def _put_batch(self, group_idx: int, keys: Sequence[OffloadKey], rows: Rows) -> int:
         chunk_bytes = self._specs[group_idx].chunk_bytes
         need = len(keys) * chunk_bytes
-        self._loop.settle(
-            lambda: self._stack.write_queue_room_bytes() >= need or not self._stack.has_work(),
-            _STALL_SECONDS,
-        )
-        self._loop.settle(
-            lambda: self._stack.demote_victims(group_idx, len(keys)) == 0, _STALL_SECONDS
+        stack = self._stack
+        # A queue that has stalled once is not waited for again until it moves.
+        patience = 0.0 if self._is_stalled else _STALL_SECONDS
+        self._is_stalled = not (
+            self._loop.settle(
+                lambda: stack.write_queue_room_bytes() >= need or not stack.has_work(), patience
+            )
+            and self._loop.settle(lambda: stack.demote_victims(group_idx, len(keys)) == 0, patience)
         )
         reservation = self._stack.reserve_offload(group_idx, keys)
         is_whole = len(reservation.indices) == len(keys)

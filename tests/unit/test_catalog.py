@@ -17,6 +17,7 @@ from tierstore.manifest import Manifest
 from tierstore.record import PLACE_DTYPE
 from tierstore.tier.catalog import Catalog
 from tierstore.tier.catalog_messages import (
+    Committed,
     CommitTicket,
     Evict,
     ForgetNamespace,
@@ -114,7 +115,7 @@ class Harness:
         events = list(self.writer.events)
         self.writer.events.clear()
         self.unreleased += [event for event in events if isinstance(event, Freed)]
-        return [event for event in events if not isinstance(event, Freed)]
+        return [event for event in events if not isinstance(event, Freed | Committed)]
 
     def release(self):
         while self.unreleased:

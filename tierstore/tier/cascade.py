@@ -3,7 +3,7 @@
     on_resident / on_touched / record_victims      the rule says: demote these keys
         -> pin, request_places                     the catalog's writer makes room
     Placed -> Demote command -> TransferDone       the data plane writes
-        -> commit, unpin                           the record is visible
+        -> commit -> Committed                     the record is visible: unpin
 
 Pins keep the slots' bytes in place meanwhile; the write queue's limit bounds pins and memory.
 """
@@ -19,16 +19,15 @@ from tierstore.config import SecondaryConfig
 from tierstore.key import OffloadKey, get_offload_group_idx
 from tierstore.layout import GroupSpec
 from tierstore.metrics import Counters, Metric
-from tierstore.tier.catalog_messages import (
-    Freed,
-    Placed,
-    Refused,
-)
+from tierstore.tier.catalog_messages import Committed, Freed, Placed, Refused
 from tierstore.tier.primary import PrimaryTier
 from tierstore.tier.secondary import SecondaryTier
 from tierstore.transfer import Command, Demote, JobId, Release, TransferDone
 
 __all__ = ["Cascade"]
+
+_RETRY_CALLS_MAX = 1 << 12
+"""A release that keeps failing is tried again after at most so many calls of `commands`."""
 
 _ONCE_SEEN_MAX = 1 << 16
 """Chunks that left the primary tier after one use and are remembered for `second_touch`."""
@@ -79,8 +78,11 @@ class Cascade:
         self._tickets = itertools.count(1)
         self._waiting: dict[int, _Waiting] = {}
         self._writing: dict[JobId, _Writing] = {}
+        self._committing: dict[int, _Writing] = {}
         self._releasing: dict[JobId, Freed] = {}
         self._unreleased: list[Freed] = []
+        self._release_failures = 0
+        self._calls_until_retry = 0
         self._queued_bytes = 0
         self._cancelled_tickets: set[int] = set()
         self._cancelled_jobs: dict[JobId, _Writing] = {}
@@ -158,8 +160,13 @@ class Cascade:
                     commands.append(demote)
             elif isinstance(event, Refused):
                 self._refuse(event)
+            elif isinstance(event, Committed):
+                self._finish_commit(event)
             else:
-                self._unreleased.append(event)
+                commands.append(self._start_release(event, new_job_id()))
+        if self._unreleased:
+            self._calls_until_retry -= 1
+            if self._calls_until_retry <= 0:
                 commands += [self._start_release(freed, new_job_id()) for freed in self._unreleased]
                 self._unreleased.clear()
         return commands
@@ -179,9 +186,12 @@ class Cascade:
             return False
         if done.ok:
             self._secondary.released(freed.release_id)
+            self._release_failures = 0
         else:
-            # Retried with the next release: the bytes stay charged until they really are gone.
+            # Tried again until it works: the bytes stay charged until they really are gone.
             self._unreleased.append(freed)
+            self._release_failures += 1
+            self._calls_until_retry = min(1 << self._release_failures, _RETRY_CALLS_MAX)
         return True
 
     def has_work(self) -> bool:
@@ -189,6 +199,7 @@ class Cascade:
         return bool(
             self._waiting
             or self._writing
+            or self._committing
             or self._releasing
             or self._cancelled_tickets
             or self._cancelled_jobs
@@ -202,12 +213,13 @@ class Cascade:
         """
         for waiting in self._waiting.values():
             self._finish_keys(waiting.group_idx, waiting.keys)
-        for writing in self._writing.values():
+        for writing in (*self._writing.values(), *self._committing.values()):
             self._finish_keys(writing.group_idx, writing.keys)
         self._cancelled_tickets.update(self._waiting)
         self._cancelled_jobs.update(self._writing)
         self._waiting.clear()
         self._writing.clear()
+        self._committing.clear()
         self._settled.clear()
         self._once_seen.clear()
 
@@ -269,8 +281,9 @@ class Cascade:
         )
 
     def _finish_write(self, writing: _Writing, done: TransferDone) -> None:
+        # Pinned until the records can be located, so that no moment finds a chunk nowhere.
+        self._committing[writing.ticket] = writing
         self._secondary.commit(writing.ticket, tuple(done.failed))
-        self._finish_keys(writing.group_idx, writing.keys)
         written = len(writing.keys) - len(done.failed)
         name = self._config.name
         self._counters.add(Metric.DEMOTED_CHUNKS, written, label=name)
@@ -281,6 +294,11 @@ class Cascade:
         )
         for reason in done.failed.values():
             self._drop(1, reason.value)
+
+    def _finish_commit(self, committed: Committed) -> None:
+        writing = self._committing.pop(committed.ticket, None)
+        if writing is not None:  # otherwise it was cancelled
+            self._finish_keys(writing.group_idx, writing.keys)
 
     def _finish_keys(self, group_idx: int, keys: Sequence[OffloadKey]) -> None:
         self._primary.unpin(keys)

@@ -7,6 +7,7 @@ from tierstore.transfer import FailureReason, PageRun, Place
 
 __all__ = [
     "CommitTicket",
+    "Committed",
     "Evict",
     "ForgetNamespace",
     "Freed",
@@ -47,7 +48,14 @@ class Freed:
     empty_segments: tuple[int, ...]
 
 
-SecondaryEvent = Placed | Refused | Freed
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A commit was carried out: its records can be located now, the failed ones never will."""
+
+    ticket: int
+
+
+SecondaryEvent = Placed | Refused | Freed | Committed
 
 
 @dataclass(frozen=True, slots=True)

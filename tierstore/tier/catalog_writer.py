@@ -13,6 +13,7 @@ from tierstore.errors import BackendError, BackendFullError, CatalogError
 from tierstore.key import OffloadKey
 from tierstore.tier.catalog import Catalog
 from tierstore.tier.catalog_messages import (
+    Committed,
     CommitTicket,
     Evict,
     ForgetNamespace,
@@ -138,6 +139,7 @@ class CatalogWriter:
         self.waiting = waiting
         if freed:
             events.append(_freed(freed))
+        self.events.extend(map(Committed, closed))
         self.events.extend(events)
         self._needs_sync = True
         return has_more
@@ -289,6 +291,7 @@ class CatalogWriter:
             match operation:
                 case CommitTicket(ticket_id):
                     self._retained.append(CommitTicket(ticket_id, None))
+                    self.events.append(Committed(ticket_id))
                 case ReleaseDone() | ForgetNamespace() | RemoveKeys():
                     self._retained.append(operation)
                 case _:
