@@ -35,7 +35,10 @@ class PlaneLoop:
         self._loads: dict[JobId, PendingLoad] = {}
 
     def pump(self) -> bool:
-        """Carry messages once; True: something moved."""
+        """Carry messages once; True: some command was carried out.
+
+        A failure is no progress: the releases of a dead device are tried and fail for ever.
+        """
         commands = self._stack.commands()
         self._executor.submit(commands)
         answers = self._executor.poll()
@@ -46,7 +49,7 @@ class PlaneLoop:
             else:
                 known = self._stack.complete(done)
                 assert known, f"answer to an unknown job: {done.job_id}"
-        return bool(commands or answers)
+        return any(done.ok for done in answers)
 
     def settle(self, condition: Callable[[], bool], stall_seconds: float) -> bool:
         """Pump until the condition holds; False: nothing has moved for `stall_seconds`."""

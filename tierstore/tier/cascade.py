@@ -26,7 +26,7 @@ from tierstore.transfer import Command, Demote, JobId, Release, TransferDone
 
 __all__ = ["Cascade"]
 
-_RETRY_CALLS_MAX = 1 << 12
+_RETRY_CALLS_MAX = 1 << 8
 """A release that keeps failing is tried again after at most so many calls of `commands`."""
 
 _ONCE_SEEN_MAX = 1 << 16

@@ -121,7 +121,13 @@ class SchedulerHalf:
 
     @_guarded(None, is_fatal=False)
     def on_new_request(self, request: "Request") -> None:
-        """Get to know a request."""
+        """Get to know a request.
+
+        A LoRA request stays unknown, so that nothing is cached for it: its block hashes name the
+        adapter but not its content, and a retrained adapter would be answered from its old cache.
+        """
+        if request.lora_request is not None:
+            return
         self._requests[request.request_id] = request
         self._planner.add_request(request.request_id, request.block_hashes)
 

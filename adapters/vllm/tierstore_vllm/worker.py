@@ -158,10 +158,9 @@ class WorkerHalf:
 
     def close(self) -> None:
         """Finish what was accepted and stop; idempotent."""
-        executor, self._executor = self._executor, None
-        if executor is not None:
-            executor.drain(_DRAIN_SECONDS)
-            executor.close()
+        self._guard("drain", lambda executor: self._answer(executor.drain(_DRAIN_SECONDS)))
+        self._guard("close", lambda executor: executor.close())
+        self._executor = None
 
     def _answer(self, dones: Iterable[TransferDone]) -> None:
         for done in dones:
