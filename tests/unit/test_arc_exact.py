@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore.key import OffloadKey
-from tierstore.policy.arc import ArcPolicy
+from tierstore.policy.arc import ArcPolicy, _digests
 
 
 class TextbookArc:
@@ -60,7 +60,7 @@ class TextbookArc:
             self.b2.append(cold2[0])
 
     def state(self):
-        return self.p, self.t1, self.t2, self.b1, self.b2
+        return self.p, self.t1, self.t2, _digests(self.b1), _digests(self.b2)
 
 
 def state_of(policy):

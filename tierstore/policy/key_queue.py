@@ -1,12 +1,13 @@
 """Keys with a number each, oldest first, built on a plain `dict`."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import filterfalse, islice
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from itertools import filterfalse, islice, repeat
 from sys import getsizeof
-
-from tierstore.key import OffloadKey
+from typing import Generic, TypeVar
 
 __all__ = ["KeyQueue"]
+
+Key = TypeVar("Key", bound=Hashable)
 
 _COLD_KEYS_MIN = 512
 _COLD_COUNT_MAX = 1024
@@ -14,7 +15,7 @@ _TABLE_BYTES_PER_KEY_MAX = 80
 _TABLE_BYTES_SLACK = 4096
 
 
-class KeyQueue:
+class KeyQueue(Generic[Key]):
     """Keys in order of their last use. No lock; the caller keeps the preconditions.
 
     A `dict` keeps the order of insertion, and deleting and inserting a key again makes it the
@@ -27,9 +28,9 @@ class KeyQueue:
     __slots__ = ("_cold", "table")
 
     def __init__(self) -> None:
-        self.table: dict[OffloadKey, int] = {}
+        self.table: dict[Key, int] = {}
         """To be read only, and anew after every change: compaction puts another in its place."""
-        self._cold: dict[OffloadKey, int] = {}
+        self._cold: dict[Key, int] = {}
         """The first keys of `table` in their order, or nothing: a short table to scan."""
 
     def __len__(self) -> int:
@@ -38,18 +39,17 @@ class KeyQueue:
     def __contains__(self, key: object) -> bool:
         return key in self.table
 
-    def __iter__(self) -> Iterator[OffloadKey]:
+    def __iter__(self) -> Iterator[Key]:
         return iter(self.table)
 
-    def push(self, keys: Sequence[OffloadKey], numbers: Iterable[int]) -> None:
+    def push(self, keys: Sequence[Key], numbers: Iterable[int]) -> None:
         """Append keys that are not in the queue, in order, as the youngest."""
         table = self.table
-        for key, number in zip(keys, numbers):  # noqa: B905 - ghosts give an endless iterable
-            table[key] = number
+        table.update(zip(keys, numbers))  # noqa: B905 - ghosts give an endless iterable
         if getsizeof(table) > _TABLE_BYTES_PER_KEY_MAX * len(table) + _TABLE_BYTES_SLACK:
             self._compact()
 
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
+    def touch(self, keys: Sequence[Key]) -> None:
         """Make keys of the queue its youngest, in order; a key's last place in `keys` counts."""
         table = self.table
         for key in keys:
@@ -59,23 +59,19 @@ class KeyQueue:
         if getsizeof(table) > _TABLE_BYTES_PER_KEY_MAX * len(table) + _TABLE_BYTES_SLACK:
             self._compact()
 
-    def pop(self, keys: Sequence[OffloadKey]) -> list[int]:
+    def pop(self, keys: Sequence[Key]) -> list[int]:
         """Remove distinct keys of the queue; return their numbers."""
-        table, cold = self.table, self._cold
-        if cold:
-            for key in keys:
-                cold.pop(key, None)
-        return [table.pop(key) for key in keys]
+        if self._cold:
+            self._forget_cold(keys)
+        return list(map(self.table.pop, keys))
 
-    def pop_present(self, keys: Sequence[OffloadKey]) -> list[int | None]:
+    def pop_present(self, keys: Sequence[Key]) -> list[int | None]:
         """Remove those of the distinct keys that are in the queue; None stands for the others."""
-        table, cold = self.table, self._cold
-        if cold:
-            for key in keys:
-                cold.pop(key, None)
-        return [table.pop(key, None) for key in keys]
+        if self._cold:
+            self._forget_cold(keys)
+        return list(map(self.table.pop, keys, repeat(None)))
 
-    def peek(self, count: int, skip: Collection[OffloadKey] = ()) -> list[OffloadKey]:
+    def peek(self, count: int, skip: Collection[Key] = ()) -> list[Key]:
         """Return the `count` oldest keys that are not in `skip`, fewer if there are fewer.
 
         O(count + skipped keys passed over), amortised.
@@ -99,7 +95,7 @@ class KeyQueue:
         self.table = {}
         self._cold = {}
 
-    def _forget_cold(self, keys: Sequence[OffloadKey]) -> None:
+    def _forget_cold(self, keys: Sequence[Key]) -> None:
         cold = self._cold
         if not cold.keys().isdisjoint(keys):
             for key in keys:
