@@ -23,15 +23,21 @@ class KeyQueue(Generic[Key]):
     here: deleted entries stay in the table until it is rebuilt, so looking at the oldest key scans
     all that were evicted since (hence `_cold`), and a table that fills up is replaced by one for
     three times its keys (hence `_compact`).
+
+        _cold    a b c d e f g h i      the oldest keys when it was taken, a list
+                     |                  behind `_cold_start` they left in their order
+                       d     g          `_stale`: those that left otherwise, were used again,
+                                        or were never in it
     """
 
-    __slots__ = ("_cold", "table")
+    __slots__ = ("_cold", "_cold_start", "_stale", "table")
 
     def __init__(self) -> None:
         self.table: dict[Key, int] = {}
         """To be read only, and anew after every change: compaction puts another in its place."""
-        self._cold: dict[Key, int] = {}
-        """The first keys of `table` in their order, or nothing: a short table to scan."""
+        self._cold: list[Key] = []
+        self._cold_start = 0
+        self._stale: set[Key] = set()
 
     def __len__(self) -> int:
         return len(self.table)
@@ -55,20 +61,20 @@ class KeyQueue(Generic[Key]):
         for key in keys:
             table[key] = table.pop(key)
         if self._cold:
-            self._forget_cold(keys)
+            self._leave_cold(keys)
         if getsizeof(table) > _TABLE_BYTES_PER_KEY_MAX * len(table) + _TABLE_BYTES_SLACK:
             self._compact()
 
     def pop(self, keys: Sequence[Key]) -> list[int]:
         """Remove distinct keys of the queue; return their numbers."""
         if self._cold:
-            self._forget_cold(keys)
+            self._leave_cold(keys)
         return list(map(self.table.pop, keys))
 
     def pop_present(self, keys: Sequence[Key]) -> list[int | None]:
         """Remove those of the distinct keys that are in the queue; None stands for the others."""
         if self._cold:
-            self._forget_cold(keys)
+            self._leave_cold(keys)
         return list(map(self.table.pop, keys, repeat(None)))
 
     def peek(self, count: int, skip: Collection[Key] = ()) -> list[Key]:
@@ -81,25 +87,47 @@ class KeyQueue(Generic[Key]):
         if count > _COLD_COUNT_MAX:
             # Enough keys to pay for the scan; a cold end for them would be as slow to scan itself.
             return list(islice(filterfalse(skip.__contains__, self.table), count))
-        while True:
-            oldest = filterfalse(skip.__contains__, self._cold) if skip else self._cold
-            found = list(islice(oldest, count))
-            if len(found) == count or len(self._cold) == len(self.table):
-                return found
+        found = self._coldest(count, skip)
+        size = 0
+        while len(found) < count and size < len(self.table):
             # The next look is for as many keys at least, so a large request pays for one scan.
-            size = max(_COLD_KEYS_MIN, len(self.table) >> 8, 16 * count, 2 * len(self._cold))
-            self._cold = dict.fromkeys(islice(self.table, size), 0)
+            left = len(self._cold) - self._cold_start
+            size = max(_COLD_KEYS_MIN, len(self.table) >> 8, 16 * count, 2 * left)
+            self._cold, self._cold_start = list(islice(self.table, size)), 0
+            self._stale.clear()
+            found = self._coldest(count, skip)
+        return found
 
     def clear(self) -> None:
         """Remove all keys."""
         self.table = {}
-        self._cold = {}
+        self._cold, self._cold_start = [], 0
+        self._stale.clear()
 
-    def _forget_cold(self, keys: Sequence[Key]) -> None:
-        cold = self._cold
-        if not cold.keys().isdisjoint(keys):
-            for key in keys:
-                cold.pop(key, None)
+    def _coldest(self, count: int, skip: Collection[Key]) -> list[Key]:
+        cold, start, stale = self._cold, self._cold_start, self._stale
+        if stale:
+            while start < len(cold) and cold[start] in stale:
+                start += 1
+            self._cold_start = start
+        found = cold[start : start + count]
+        is_stale = bool(stale) and not stale.isdisjoint(found)
+        if is_stale or (skip and any(map(skip.__contains__, found))):
+            oldest = filterfalse(stale.__contains__, islice(cold, start, None))
+            found = list(islice(filterfalse(skip.__contains__, oldest), count))
+        return found
+
+    def _leave_cold(self, keys: Sequence[Key]) -> None:
+        cold, start, stale = self._cold, self._cold_start, self._stale
+        end = start + len(keys)
+        if cold[start:end] == keys:
+            self._cold_start = end
+            return
+        stale.update(keys)
+        if len(stale) > len(cold) - start + _COLD_COUNT_MAX:
+            self._cold = list(filterfalse(stale.__contains__, islice(cold, start, None)))
+            self._cold_start = 0
+            stale.clear()
 
     def _compact(self) -> None:
         old = self.table
