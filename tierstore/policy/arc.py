@@ -7,12 +7,16 @@ aims at; c is the capacity.
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain, compress, repeat
+from operator import not_
 from typing import NamedTuple
 
 from tierstore.key import OffloadKey
 from tierstore.policy.key_queue import KeyQueue
 
 __all__ = ["ArcPolicy"]
+
+_Plan = tuple[Sequence[OffloadKey], Sequence[OffloadKey], int, float]
+"""Incoming keys, the victims that were named for them, how many are in T1, and p after it."""
 
 _DIGEST_MASK = (1 << 60) - 1
 """Larger numbers take 16 bytes more."""
@@ -61,6 +65,11 @@ class ArcPolicy:
         slots: list[int | None] = list(map(first.get, keys))
         return list(map(second.get, keys, slots)) if None in slots else slots
 
+    def holds_any(self, keys: Sequence[OffloadKey]) -> bool:
+        """Say whether any of the keys is resident."""
+        t1, t2 = self._t1.table, self._t2.table
+        return not (t1.keys().isdisjoint(keys) and t2.keys().isdisjoint(keys))
+
     def insert(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
         """Add keys, in order: ghosts to T2, all others to T1; then drop the oldest ghosts."""
         self._plan = None
@@ -98,32 +107,37 @@ class ArcPolicy:
     ) -> list[OffloadKey]:
         """Name the keys that REPLACE takes for the last `count` of `incoming`, in order."""
         digests = _digests(incoming)
+        p = self._p
         if self._no_ghost_in(digests):
-            found = self._victims_for_strangers(count, pinned, len(incoming))
-            self._plan = _Plan(incoming, found, self._p)
+            t1_count, found = self._victims_for_strangers(count, pinned, len(incoming))
         else:
             cold = self._t1.peek(count, pinned), self._t2.peek(count, pinned)
             steps = self._replay(digests, (len(self._t1), len(self._t2)), cold, count)
-            found = steps.victims
-            self._plan = _Plan(incoming, found, steps.p)
+            p, found = steps.p, steps.victims
+            t1_count = steps.t1_victim_count
+        self._plan = incoming, found, t1_count, p
         return found
 
     def evict(self, keys: Sequence[OffloadKey], incoming: Sequence[OffloadKey] = ()) -> list[int]:
         """Move victims to B1 and B2, in order, and adapt p to the ghosts among `incoming`."""
-        sizes = len(self._t1.table), len(self._t2.table)
-        slots, t1_victims, t2_victims = self._pop(keys)
-        plan = self._plan
-        if plan is not None and plan.incoming is incoming and plan.victims is keys:
-            self._p = plan.p
+        plan, self._plan = self._plan, None
+        if plan is not None and plan[0] is incoming and plan[1] is keys:
+            _, _, t1_count, self._p = plan
+            if t1_count == len(keys):
+                self._b1.push(_digests(keys), repeat(0))
+                return self._t1.pop(keys)
+            if not t1_count:
+                self._b2.push(_digests(keys), repeat(0))
+                return self._t2.pop(keys)
+            slots, t1_victims, t2_victims = self._pop(keys)
         else:
+            sizes = len(self._t1), len(self._t2)
+            slots, t1_victims, t2_victims = self._pop(keys)
             digests = _digests(incoming)
             if not self._no_ghost_in(digests):
                 self._p = self._replay(digests, sizes, (t1_victims, t2_victims), len(keys)).p
-        self._plan = None
-        if t1_victims:
-            self._b1.push(_digests(t1_victims), repeat(0))
-        if t2_victims:
-            self._b2.push(_digests(t2_victims), repeat(0))
+        self._b1.push(_digests(t1_victims), repeat(0))
+        self._b2.push(_digests(t2_victims), repeat(0))
         return slots
 
     def remove(self, keys: Sequence[OffloadKey]) -> list[int]:
@@ -145,35 +159,33 @@ class ArcPolicy:
 
     def _victims_for_strangers(
         self, count: int, pinned: Collection[OffloadKey], incoming_count: int
-    ) -> list[OffloadKey]:
-        # Keys without a ghost leave p alone, and each makes T1 grow by one: REPLACE takes from T2
-        # until |T1| > p, from then on from T1, whose size then stays.
+    ) -> tuple[int, list[OffloadKey]]:
+        """Return how many victims are from T1, and all of them in order.
+
+        Keys without a ghost leave p alone, and each makes T1 grow by one: REPLACE takes from T2
+        until |T1| > p, from then on from T1, whose size then stays.
+        """
         t1_size = len(self._t1.table) + max(incoming_count - count, 0)
         t2_turns = min(int(self._p) + 1 - t1_size, count)
         from_t2 = self._t2.peek(t2_turns, pinned) if t2_turns > 0 else []
-        found = from_t2 + self._t1.peek(count - len(from_t2), pinned)
+        from_t1 = self._t1.peek(count - len(from_t2), pinned)
+        found = from_t2 + from_t1 if from_t2 else from_t1
         if len(found) < count:
-            more = self._t2.peek(count - len(found) + len(from_t2), pinned)
-            found += more[len(from_t2) :]
-        return found
+            more = self._t2.peek(count - len(from_t1), pinned)
+            found = found + more[len(from_t2) :]
+        return len(from_t1), found
 
     def _pop(
         self, keys: Sequence[OffloadKey]
-    ) -> tuple[list[int], Sequence[OffloadKey], Sequence[OffloadKey]]:
+    ) -> tuple[list[int], list[OffloadKey], list[OffloadKey]]:
         """Remove keys; return their slots, those that were in T1, and those that were in T2."""
-        in_t2_first = bool(keys) and keys[0] in self._t2.table
-        first, second = (self._t2, self._t1) if in_t2_first else (self._t1, self._t2)
-        found = first.pop_present(keys)
-        slots = [slot for slot in found if slot is not None]
-        first_keys: Sequence[OffloadKey] = keys
-        second_keys: Sequence[OffloadKey] = ()
-        if len(slots) < len(keys):
-            pairs = list(zip(keys, found, strict=True))
-            first_keys = [key for key, slot in pairs if slot is not None]
-            second_keys = [key for key, slot in pairs if slot is None]
-            second_slots = iter(second.pop(second_keys))
-            slots = [next(second_slots) if slot is None else slot for slot in found]
-        return (slots, second_keys, first_keys) if in_t2_first else (slots, first_keys, second_keys)
+        t1 = self._t1.table
+        in_t1 = list(map(t1.__contains__, keys))
+        t1_keys = list(compress(keys, in_t1))
+        t2_keys = list(compress(keys, map(not_, in_t1)))
+        t1_slots, t2_slots = iter(self._t1.pop(t1_keys)), iter(self._t2.pop(t2_keys))
+        slots = [next(t1_slots) if flag else next(t2_slots) for flag in in_t1]
+        return slots, t1_keys, t2_keys
 
     def _no_ghost_in(self, digests: Sequence[int]) -> bool:
         b1, b2 = self._b1.table, self._b2.table
@@ -202,6 +214,7 @@ class ArcPolicy:
         b1_oldest = _drop_oldest(self._b1, len(incoming), gone)
         b2_oldest = _drop_oldest(self._b2, len(incoming), gone)
         victims: list[OffloadKey] = []
+        t1_victim_count = 0
         was_ghost: list[bool] = []
         free = len(incoming) - count
         for number, ghost in enumerate(chain(incoming, repeat(_NOBODY, -free))):
@@ -224,6 +237,7 @@ class ArcPolicy:
                         key, from_t1 = next(t1_cold, None), True
                 if key is not None:
                     victims.append(key)
+                    t1_victim_count += from_t1
                     t1_size, b1_size = t1_size - from_t1, b1_size + from_t1
                     t2_size, b2_size = t2_size - (not from_t1), b2_size + (not from_t1)
             was_ghost.append(in_b1 or in_b2)
@@ -239,26 +253,18 @@ class ArcPolicy:
             elif b2_size and t1_size + t2_size + b1_size + b2_size > 2 * c:
                 b2_size -= 1
                 next(b2_oldest, None)
-        return _Replay(p, victims, was_ghost, gone)
+        return _Replay(p, victims, t1_victim_count, was_ghost, gone)
 
     def _trim(self) -> None:
         b1_size, b2_size = len(self._b1.table), len(self._b2.table)
         l1_size = len(self._t1.table) + b1_size
-        if l1_size > self._c and b1_size:
-            excess = min(l1_size - self._c, b1_size)
+        excess = min(l1_size - self._c, b1_size)
+        if excess > 0:
             self._b1.pop(self._b1.peek(excess))
             l1_size -= excess
-        excess = l1_size + len(self._t2.table) + b2_size - 2 * self._c
-        if excess > 0 and b2_size:
-            self._b2.pop(self._b2.peek(min(excess, b2_size)))
-
-
-class _Plan(NamedTuple):
-    """The victims that were named for a batch of misses, and p after it."""
-
-    incoming: Sequence[OffloadKey]
-    victims: Sequence[OffloadKey]
-    p: float
+        excess = min(l1_size + len(self._t2.table) + b2_size - 2 * self._c, b2_size)
+        if excess > 0:
+            self._b2.pop(self._b2.peek(excess))
 
 
 class _Replay(NamedTuple):
@@ -266,6 +272,7 @@ class _Replay(NamedTuple):
 
     p: float
     victims: list[OffloadKey]
+    t1_victim_count: int
     was_ghost: list[bool]
     """Per incoming key: it goes to T2, not T1."""
     gone: dict[int, None]

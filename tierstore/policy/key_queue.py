@@ -67,7 +67,11 @@ class KeyQueue(Generic[Key]):
 
     def pop(self, keys: Sequence[Key]) -> list[int]:
         """Remove distinct keys of the queue; return their numbers."""
-        if self._cold:
+        start = self._cold_start
+        end = start + len(keys)
+        if self._cold[start:end] == keys:
+            self._cold_start = end
+        elif self._cold:
             self._leave_cold(keys)
         return list(map(self.table.pop, keys))
 
@@ -87,6 +91,10 @@ class KeyQueue(Generic[Key]):
         if count > _COLD_COUNT_MAX:
             # Enough keys to pay for the scan; a cold end for them would be as slow to scan itself.
             return list(islice(filterfalse(skip.__contains__, self.table), count))
+        start = self._cold_start
+        found = self._cold[start : start + count]
+        if len(found) == count and not skip and not self._stale:
+            return found
         found = self._coldest(count, skip)
         size = 0
         while len(found) < count and size < len(self.table):
@@ -119,10 +127,6 @@ class KeyQueue(Generic[Key]):
 
     def _leave_cold(self, keys: Sequence[Key]) -> None:
         cold, start, stale = self._cold, self._cold_start, self._stale
-        end = start + len(keys)
-        if cold[start:end] == keys:
-            self._cold_start = end
-            return
         stale.update(keys)
         if len(stale) > len(cold) - start + _COLD_COUNT_MAX:
             self._cold = list(filterfalse(stale.__contains__, islice(cold, start, None)))

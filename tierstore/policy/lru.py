@@ -18,6 +18,10 @@ class LruPolicy:
         """Return the slot of each resident key, None for others."""
         return list(map(self._order.table.get, keys))
 
+    def holds_any(self, keys: Sequence[OffloadKey]) -> bool:
+        """Say whether any of the keys is resident."""
+        return not self._order.table.keys().isdisjoint(keys)
+
     def insert(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
         """Add keys as the most recently used, in order."""
         self._order.push(keys, slots)

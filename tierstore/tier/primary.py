@@ -98,7 +98,7 @@ class PrimaryTier:
         count = len(keys)
         if count > 1 and len(set(keys)) != count:
             _refuse("reserve", "came twice", keys, lambda key: keys.count(key) > 1)
-        if self._policy.locate(keys).count(None) != count:
+        if self._policy.holds_any(keys):
             _refuse("reserve", "is resident", keys, self._is_resident)
         if self._arriving and not self._arriving.keys().isdisjoint(keys):
             _refuse("reserve", "is arriving", keys, self._arriving.__contains__)
