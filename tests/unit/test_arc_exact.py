@@ -150,3 +150,18 @@ def test_naming_victims_changes_nothing():
     before = state_of(policy)
     policy.victims(3, {key_of(9)}, [ghost, key_of(50), key_of(51)])
     assert state_of(policy) == before
+
+
+def test_batches_that_never_arrive_leave_nothing_behind():
+    policy = ArcPolicy(4)
+    for number in range(4):
+        miss(policy, 4, [key_of(number)])
+    policy.touch([key_of(0), key_of(1)])
+    miss(policy, 4, [key_of(4)])
+    ghost = key_of(2)
+    assert list(policy._b1) == _digests([ghost])
+    for number in range(1, 100):
+        policy.evict((), [ghost, *(key_of(1000 * number + i) for i in range(50))])
+    assert len(policy._returning) <= 2 * 4 + 51
+    assert miss(policy, 4, [ghost])
+    assert ghost in policy._t2

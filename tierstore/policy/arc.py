@@ -15,8 +15,9 @@ from tierstore.policy.key_queue import KeyQueue
 
 __all__ = ["ArcPolicy"]
 
-_Plan = tuple[Sequence[OffloadKey], Sequence[OffloadKey], int, float]
-"""Incoming keys, the victims that were named for them, how many are in T1, and p after it."""
+_Plan = tuple[Sequence[OffloadKey], Sequence[OffloadKey], int, tuple[list[int], float] | None]
+"""Incoming keys, the victims that were named for them, and how many of these are in T1. If there
+are ghosts among the incoming: the digests of all of them, and p after their misses."""
 
 _DIGEST_MASK = (1 << 60) - 1
 """Larger numbers take 16 bytes more."""
@@ -55,6 +56,9 @@ class ArcPolicy:
         self._b2: KeyQueue[int] = KeyQueue()
         self._plan: _Plan | None = None
         """What `victims` found out, for the `evict` that follows at once."""
+        self._returning: set[int] = set()
+        """Keys that were missed together with a ghost and are not inserted yet: the others are no
+        ghosts, since a key that is on its way cannot be evicted."""
 
     def locate(self, keys: Sequence[OffloadKey]) -> list[int | None]:
         """Return the slot of each resident key, None for others."""
@@ -73,19 +77,14 @@ class ArcPolicy:
     def insert(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
         """Add keys, in order: ghosts to T2, all others to T1; then drop the oldest ghosts."""
         self._plan = None
-        digests = _digests(keys)
-        if self._no_ghost_in(digests):
-            self._t1.push(keys, slots)
-            self._trim()
-            return
-        steps = self._replay(digests, (len(self._t1), len(self._t2)), ((), ()), 0)
-        self._b1.pop_present(list(steps.gone))
-        self._b2.pop_present(list(steps.gone))
-        was_ghost = steps.was_ghost
-        self._t2.push(list(compress(keys, was_ghost)), compress(slots, was_ghost))
-        if not all(was_ghost):
-            was_stranger = [not flag for flag in was_ghost]
-            self._t1.push(list(compress(keys, was_stranger)), compress(slots, was_stranger))
+        if self._returning:
+            digests = _digests(keys)
+            self._returning.difference_update(digests)
+            if not self._no_ghost_in(digests):
+                self._insert_ghosts(keys, slots, digests)
+                return
+        self._t1.push(keys, slots)
+        self._trim()
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Make resident keys the most recently used of T2, in order (case I)."""
@@ -107,22 +106,23 @@ class ArcPolicy:
     ) -> list[OffloadKey]:
         """Name the keys that REPLACE takes for the last `count` of `incoming`, in order."""
         digests = _digests(incoming)
-        p = self._p
         if self._no_ghost_in(digests):
             t1_count, found = self._victims_for_strangers(count, pinned, len(incoming))
-        else:
-            cold = self._t1.peek(count, pinned), self._t2.peek(count, pinned)
-            steps = self._replay(digests, (len(self._t1), len(self._t2)), cold, count)
-            p, found = steps.p, steps.victims
-            t1_count = steps.t1_victim_count
-        self._plan = incoming, found, t1_count, p
-        return found
+            self._plan = incoming, found, t1_count, None
+            return found
+        cold = self._t1.peek(count, pinned), self._t2.peek(count, pinned)
+        steps = self._replay(digests, (len(self._t1), len(self._t2)), cold, count)
+        self._plan = incoming, steps.victims, steps.t1_victim_count, (digests, steps.p)
+        return steps.victims
 
     def evict(self, keys: Sequence[OffloadKey], incoming: Sequence[OffloadKey] = ()) -> list[int]:
         """Move victims to B1 and B2, in order, and adapt p to the ghosts among `incoming`."""
         plan, self._plan = self._plan, None
         if plan is not None and plan[0] is incoming and plan[1] is keys:
-            _, _, t1_count, self._p = plan
+            t1_count, ghosts = plan[2:]
+            if ghosts is not None:
+                self._expect(ghosts[0])
+                self._p = ghosts[1]
             if t1_count == len(keys):
                 self._b1.push(_digests(keys), repeat(0))
                 return self._t1.pop(keys)
@@ -135,6 +135,7 @@ class ArcPolicy:
             slots, t1_victims, t2_victims = self._pop(keys)
             digests = _digests(incoming)
             if not self._no_ghost_in(digests):
+                self._expect(digests)
                 self._p = self._replay(digests, sizes, (t1_victims, t2_victims), len(keys)).p
         self._b1.push(_digests(t1_victims), repeat(0))
         self._b2.push(_digests(t2_victims), repeat(0))
@@ -151,11 +152,30 @@ class ArcPolicy:
         self._t2.clear()
         self._b1.clear()
         self._b2.clear()
+        self._returning.clear()
         self._p = 0.0
         self._plan = None
 
     def __len__(self) -> int:
         return len(self._t1) + len(self._t2)
+
+    def _insert_ghosts(
+        self, keys: Sequence[OffloadKey], slots: Sequence[int], digests: Sequence[int]
+    ) -> None:
+        steps = self._replay(digests, (len(self._t1), len(self._t2)), ((), ()), 0)
+        self._b1.pop_present(list(steps.gone))
+        self._b2.pop_present(list(steps.gone))
+        was_ghost = steps.was_ghost
+        self._t2.push(list(compress(keys, was_ghost)), compress(slots, was_ghost))
+        if not all(was_ghost):
+            was_stranger = [not flag for flag in was_ghost]
+            self._t1.push(list(compress(keys, was_stranger)), compress(slots, was_stranger))
+
+    def _expect(self, digests: Sequence[int]) -> None:
+        self._returning.update(digests)
+        if len(self._returning) > 2 * self._c:
+            # Left by batches that never arrived.
+            self._returning &= self._b1.table.keys() | self._b2.table.keys()
 
     def _victims_for_strangers(
         self, count: int, pinned: Collection[OffloadKey], incoming_count: int
