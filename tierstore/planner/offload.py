@@ -72,7 +72,7 @@ class Offloads:
         per_chunk = config.tokens_per_chunk
         blocks_per_chunk = config.spec.blocks_per_chunk
         end = min(
-            progress.ready_tokens // per_chunk,
+            (progress.ready_tokens - config.is_draft) // per_chunk,
             len(state.block_hashes) // config.hashes_per_chunk,
             len(group.block_ids) // blocks_per_chunk,
         )

@@ -73,7 +73,7 @@ class RequestOffloadState:
         """Recompute `next_ready_tokens` after chunks were offered."""
         self.next_ready_tokens = min(
             (
-                (group.next_chunk + 1) * group.config.tokens_per_chunk
+                (group.next_chunk + 1) * group.config.tokens_per_chunk + group.config.is_draft
                 for group in self.groups.values()
             ),
             default=_NEVER,
