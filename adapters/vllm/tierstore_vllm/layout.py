@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tierstore.config import StoreConfig
-from tierstore.errors import ConfigError, LayoutError
+from tierstore.errors import ConfigError, LayoutError, TierStoreError
 from tierstore.layout import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -95,10 +95,28 @@ def describe_worker(
 ) -> WorkerLayout:
     """Describe the registered KV caches of this rank.
 
+    One group that cannot be kept makes every hit impossible, so nothing is kept at all then.
+
     Raises:
-        LayoutError: a group cannot be cached; the message says which and why.
+        LayoutError: a group cannot be cached; the message says which layer and why.
         ConfigError: the configuration cannot work with this engine; says what to change.
     """
+    try:
+        return _describe(vllm_config, kv_cache_config, config, kv_caches)
+    except TierStoreError:
+        raise
+    except Exception as error:  # whatever vLLM's objects raise when they are not as expected
+        raise LayoutError(
+            f"the KV caches are not as vLLM 0.32 and 0.33 describe them: {error!r}"
+        ) from error
+
+
+def _describe(
+    vllm_config: "VllmConfig",
+    kv_cache_config: "KVCacheConfig",
+    config: StoreConfig,
+    kv_caches: "Mapping[str, torch.Tensor]",
+) -> WorkerLayout:
     if not kv_cache_config.kv_cache_groups:
         raise LayoutError("the model has no KV cache")
     groups: list[GroupManifest] = []
@@ -159,15 +177,14 @@ def _classify_group(group_idx: int, group: "KVCacheGroupSpec") -> tuple[GroupKin
     specs = list(iter_layer_specs(group.kv_cache_spec))
     kinds = {_classify_spec(spec) for spec in specs}
     names = ", ".join(sorted({type(spec).__name__ for spec in specs}))
+    where = f"KV cache group {group_idx} (layer {group.layer_names[0]} and others: {names})"
     if group.host_resident or not group.enable_kv_transfer:
-        raise LayoutError(f"KV cache group {group_idx} ({names}) is not kept in device memory")
+        raise LayoutError(f"{where} is not kept in device memory")
     if len(kinds) != 1:
-        raise LayoutError(f"KV cache group {group_idx} mixes kinds of attention: {names}")
+        raise LayoutError(f"{where} mixes kinds of attention")
     kind, window_tokens = kinds.pop()
     if kind is GroupKind.UNCACHED or not group.kv_cache_spec.prefix_cacheable:
-        raise LayoutError(
-            f"KV cache group {group_idx} ({names}) cannot be restored from a prefix cache"
-        )
+        raise LayoutError(f"{where} cannot be restored from a prefix cache")
     return kind, window_tokens
 
 
@@ -211,16 +228,18 @@ def _chunk_order(layout_name: str | None) -> ChunkOrder:
 
 
 def _kv_dtypes(kv_cache_config: "KVCacheConfig") -> str:
-    """Name the element types and quantisation modes of all layers."""
+    """Name the element types and quantisation modes of each group's layers."""
     from vllm.v1.kv_cache_interface import iter_layer_specs
 
-    names: set[str] = set()
+    groups: list[str] = []
     for group in kv_cache_config.kv_cache_groups:
+        names: set[str] = set()
         for spec in iter_layer_specs(group.kv_cache_spec):
             dtypes = getattr(spec, "dtypes", None) or (getattr(spec, "dtype", "opaque"),)
             mode = getattr(spec, "kv_quant_mode", None)
             names.update(f"{dtype}/{mode.name}" if mode else str(dtype) for dtype in dtypes)
-    return ",".join(sorted(names))
+        groups.append(",".join(sorted(names)))
+    return "|".join(groups)
 
 
 def _group_pages(
