@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineShape", "WorkerLayout", "describe_engine", "describe_worker"]
 
+_DIMENSIONS = ("block", "head", "state", "content")
 _PIECES_MAX = 256
 """Separate byte runs per page and layer; more would make every copy a crawl."""
 
@@ -274,8 +275,11 @@ def _layer_pages(layer_name: str, view: "torch.Tensor", block_count: int) -> _La
     Dimensions are taken from the smallest stride up: as long as each starts where the one before
     ended they form one run; the rest say where further runs of the same page are.
     """
-    if block_count <= 0 or view.shape[0] % block_count:
-        raise LayoutError(f"layer {layer_name}: {view.shape[0]} blocks, vLLM says {block_count}")
+    shape = tuple(getattr(view, "shape", ()))
+    if len(shape) != len(_DIMENSIONS):
+        raise LayoutError(f"layer {layer_name}: expected a view of {_DIMENSIONS}, got {shape}")
+    if block_count <= 0 or shape[0] % block_count:
+        raise LayoutError(f"layer {layer_name}: {shape[0]} blocks, vLLM says {block_count}")
     blocks = view.unflatten(0, (block_count, -1))
     item_bytes = view.element_size()
     stride_bytes = blocks.stride(0) * item_bytes
@@ -310,8 +314,8 @@ def _layer_pages(layer_name: str, view: "torch.Tensor", block_count: int) -> _La
 
 def _signature(blocks: "torch.Tensor") -> str:
     """Name the sizes of a page's dimensions from the outermost to the innermost in memory."""
-    letters = "KHNC" if blocks.dim() == 5 else "abcdefgh"  # noqa: PLR2004 - block, K, H, N, C
-    dims = zip(blocks.stride()[1:], letters, blocks.shape[1:], strict=False)
+    # K: the kernel's blocks within one of the scheduler's.
+    dims = zip(blocks.stride()[1:], "KHNC", blocks.shape[1:], strict=True)
     return (
         "".join(f"{letter}{size}" for _, letter, size in sorted(dims, reverse=True) if size > 1)
         + f"x{blocks.element_size()}"
