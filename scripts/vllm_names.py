@@ -24,6 +24,10 @@ ROOT = Path(__file__).resolve().parent.parent
 ADAPTER = ROOT / "adapters" / "vllm" / "tierstore_vllm"
 TABLES = ROOT / "tests" / "vllm" / "names"
 
+_DERIVED_FROM = "vllm.distributed.kv_transfer."
+_UNCHECKED = {"original_max_model_len"}
+"""Used, but set while an object is made, so that its class does not show it."""
+
 
 def main() -> None:
     """Parse the arguments and write the table."""
@@ -66,15 +70,26 @@ def describe_module(source: Path, module: str, wanted: set[str]) -> Description:
     """Return the wanted classes with their bases, and which other wanted names there are."""
     tree = ast.parse(module_file(source, module).read_text())
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("vllm."):
+            offered = wanted.intersection(alias.name for alias in node.names)
+            if offered:
+                classes |= classes_of(module_file(source, str(node.module)), offered)
     needed = wanted & classes.keys()
     for name in [*needed]:
         needed |= ancestors(name, classes)
     names = {name for node in statements(tree.body) for name in bound_names(node)}
     names |= {name for name in wanted if module_file(source, f"{module}.{name}").exists()}
     return {
-        "classes": {name: describe_class(classes[name]) for name in needed},
+        "classes": {name: describe_class(classes[name], wanted_members(module)) for name in needed},
         "names": sorted(wanted & names - needed),
     }
+
+
+def classes_of(path: Path, wanted: set[str]) -> dict[str, ast.ClassDef]:
+    """Return the wanted classes that a module defines for another one to offer."""
+    body = ast.parse(path.read_text()).body
+    return {n.name: n for n in body if isinstance(n, ast.ClassDef) and n.name in wanted}
 
 
 def ancestors(name: str, classes: dict[str, ast.ClassDef]) -> set[str]:
@@ -91,8 +106,15 @@ def statements(body: list[ast.stmt]) -> Iterable[ast.stmt]:
             yield from statements(node.body)
 
 
-def describe_class(node: ast.ClassDef) -> Description:
-    """Return a class's bases, attributes and methods."""
+def wanted_members(module: str) -> set[str] | None:
+    """Return the members that the adapter uses; None: all, since it derives from these classes."""
+    if module.startswith(_DERIVED_FROM):
+        return None
+    return {name for names in NEEDED_NAMES.get(module, {}).values() for name in names} | _UNCHECKED
+
+
+def describe_class(node: ast.ClassDef, wanted: set[str] | None) -> Description:
+    """Return a class's bases, and those of its attributes and methods that are wanted."""
     attributes: set[str] = set()
     methods: dict[str, list[str]] = {}
     for member in node.body:
@@ -115,9 +137,9 @@ def describe_class(node: ast.ClassDef) -> Description:
             if isinstance(member, ast.FunctionDef)
             and "abstractmethod" in {ast.unparse(item) for item in member.decorator_list}
         ),
-        "attributes": sorted(attributes),
+        "attributes": sorted(name for name in attributes if wanted is None or name in wanted),
         "bases": [ast.unparse(base) for base in node.bases],
-        "methods": methods,
+        "methods": {n: p for n, p in methods.items() if wanted is None or n in wanted},
     }
 
 

@@ -109,7 +109,7 @@ def make_vllm_config(layout: KVCacheLayout | None = None) -> SimpleNamespace:
             block_size=16,
         ),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
-        attention_config=SimpleNamespace(hisparse_config=None),
+        attention_config=SimpleNamespace(hisparse_config=None, indexer_kv_dtype="auto"),
         speculative_config=None,
         model_config=make_model_config(),
         load_config=SimpleNamespace(load_format="auto"),

@@ -164,6 +164,13 @@ def test_everything_that_the_check_asks_for_exists(version: str):
 
 
 @VERSIONS
+def test_a_models_length_is_known_as_the_user_gave_it(version: str):
+    """No field, so the check cannot ask for it: it is set while a configuration is made."""
+    attributes = TABLES[version]["vllm.config"]["classes"]["ModelConfig"]["attributes"]
+    assert "original_max_model_len" in attributes
+
+
+@VERSIONS
 def test_every_override_exists_and_accepts_vllms_calls(version: str):
     table = TABLES[version]
     checked = 0

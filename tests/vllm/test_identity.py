@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import torch
-from allocation import Memory, attention, latent_attention, make_model_config, window
+from allocation import Memory, attention, latent_attention, make_model_config, state, window
 from vllm.v1.kv_cache_interface import get_kv_quant_mode
 
 from tierstore.config import load_config
@@ -122,6 +122,7 @@ def test_what_changes_a_models_numbers_changes_the_namespace(
         ("parallel_config.prefill_context_parallel_size", 1, 2, "parallel_shape"),
         ("parallel_config.decode_context_parallel_size", 1, 2, "parallel_shape"),
         ("parallel_config.cp_kv_cache_interleave_size", 1, 16, "extra.cp_interleave"),
+        ("attention_config.indexer_kv_dtype", "auto", "mxfp4", "extra.indexer_dtype"),
         ("load_config.load_format", "auto", "gguf", "extra.load_format"),
         ("speculative_config", None, draft(), "extra.draft_model: stored '', ours 'eagle3"),
         ("speculative_config", draft(), draft(model="other/draft"), "extra.draft_model"),
@@ -148,6 +149,29 @@ def test_two_fp8_formats_look_alike_to_the_kv_cache():
 
     assert STR_DTYPE_TO_TORCH_DTYPE["fp8_e4m3"] is STR_DTYPE_TO_TORCH_DTYPE["fp8_e5m2"]
     assert get_kv_quant_mode("fp8_e4m3") is get_kv_quant_mode("fp8_e5m2")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("VLLM_SSM_CONV_STATE_LAYOUT", "DS"), ("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "1")],
+)
+def test_a_switch_that_reorders_pages_changes_the_namespace(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv(name, raising=False)
+    stored = make_manifest()
+    monkeypatch.setenv(name, value)
+    ours = make_manifest()
+    assert name in str(ours.difference(stored.canonical_json))
+
+
+def test_states_of_one_size_but_other_parts_differ():
+    flat, tall = (
+        Memory({"a": attention(), "b": state(8192, shapes=shapes)}, "LBHNC").describe().manifest
+        for shapes in (((3, 40), (2, 8, 16)), ((40, 3), (2, 8, 16)))
+    )
+    assert flat.chunk_bytes(1) == tall.chunk_bytes(1)
+    assert "kv_dtype" in str(tall.difference(flat.canonical_json))
 
 
 def test_dummy_weights_come_from_the_seed():

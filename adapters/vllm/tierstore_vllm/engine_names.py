@@ -16,7 +16,38 @@ TESTED_VERSIONS = ("0.32", "0.33")
 _SPEC_FIELDS = ("block_size", "dcp_sharded", "prefix_cacheable", "state_content_size_bytes")
 
 NEEDED_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "vllm": {"__version__": ()},
+    "vllm": {"__version__": (), "envs": ()},
+    "vllm.config": {
+        "AttentionConfig": ("indexer_kv_dtype",),
+        "CacheConfig": ("cache_dtype", "prefix_caching_hash_algo"),
+        "KVTransferConfig": ("kv_connector_extra_config",),
+        "LoadConfig": ("load_format",),
+        "ModelConfig": (
+            "code_revision",
+            "dtype",
+            "hf_config",
+            "max_model_len",
+            "model",
+            "model_class_overrides",
+            "model_impl",
+            "model_weights",
+            "multimodal_config",
+            "quantization",
+            "quantization_config",
+            "revision",
+            "seed",
+        ),
+        "ParallelConfig": (
+            "cp_kv_cache_interleave_size",
+            "decode_context_parallel_size",
+            "pipeline_parallel_size",
+            "prefill_context_parallel_size",
+            "rank",
+            "tensor_parallel_size",
+            "world_size",
+        ),
+        "SpeculativeConfig": ("draft_model_config", "method"),
+    },
     "vllm.distributed.kv_transfer.kv_connector.v1.base": {
         "KVConnectorBase_V1": (
             "build_connector_meta",
@@ -76,7 +107,13 @@ NEEDED_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "vllm.v1.kv_cache_interface": {
         "ChunkedLocalAttentionSpec": (*_SPEC_FIELDS, "attention_chunk_size"),
-        "FullAttentionSpec": (*_SPEC_FIELDS, "non_causal", "unpadded_page_size_bytes"),
+        "FullAttentionSpec": (
+            *_SPEC_FIELDS,
+            "dtype",
+            "kv_quant_mode",
+            "non_causal",
+            "unpadded_page_size_bytes",
+        ),
         "KVCacheConfig": (
             "cache_hit_alignment_tokens",
             "hash_block_size",
@@ -91,7 +128,7 @@ NEEDED_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "layer_names",
         ),
         "MLAAttentionSpec": (),
-        "MambaSpec": (*_SPEC_FIELDS, "mamba_cache_mode"),
+        "MambaSpec": (*_SPEC_FIELDS, "dtypes", "mamba_cache_mode", "shapes"),
         "SinkFullAttentionSpec": (),
         "SlidingWindowMLASpec": (),
         "SlidingWindowSpec": (*_SPEC_FIELDS, "extra_retained_tokens", "sliding_window"),

@@ -20,6 +20,7 @@ _HARMLESS_SUFFIXES = (".json", ".jinja", ".md", ".txt")
 """Files beside the weights that decide no byte, or are digested as `hf_config`."""
 _DRAFTS_WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix")
 """Ways to guess tokens without a model; for them vLLM names the target as the draft model."""
+_PAGE_SWITCHES = ("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "VLLM_SSM_CONV_STATE_LAYOUT")
 _SAMPLE_COUNT, _SAMPLE_BYTES = 16, 4096
 
 
@@ -79,8 +80,10 @@ def describe_identity(vllm_config: "VllmConfig") -> EngineIdentity:
             ("cache_dtype", str(vllm_config.cache_config.cache_dtype)),
             ("cp_interleave", str(parallel.cp_kv_cache_interleave_size)),
             ("draft_model", _describe_draft(vllm_config)),
+            ("indexer_dtype", str(vllm_config.attention_config.indexer_kv_dtype)),
             ("load_format", _describe_loading(vllm_config)),
             ("model", model.facts),
+            ("switches", _switches()),
         ),
     )
 
@@ -174,6 +177,13 @@ def _hash_seed(algorithm: str) -> str | None:
     if seed is not None:
         return f"PYTHONHASHSEED={seed}"
     return None if algorithm.startswith("xxhash") else "vllm-none-hash"
+
+
+def _switches() -> str:
+    """Name the environment's settings that reorder the bytes within a page of the same shape."""
+    from vllm import envs
+
+    return " ".join(f"{name}={getattr(envs, name, None)}" for name in _PAGE_SWITCHES)
 
 
 def _attention_backends(vllm_config: "VllmConfig") -> str:

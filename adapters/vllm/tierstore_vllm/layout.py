@@ -232,15 +232,21 @@ def _kv_dtypes(kv_cache_config: "KVCacheConfig") -> str:
     """Name the element types and quantisation modes of each group's layers."""
     from vllm.v1.kv_cache_interface import iter_layer_specs
 
-    groups: list[str] = []
-    for group in kv_cache_config.kv_cache_groups:
-        names: set[str] = set()
-        for spec in iter_layer_specs(group.kv_cache_spec):
-            dtypes = getattr(spec, "dtypes", None) or (getattr(spec, "dtype", "opaque"),)
-            mode = getattr(spec, "kv_quant_mode", None)
-            names.update(f"{dtype}/{mode.name}" if mode else str(dtype) for dtype in dtypes)
-        groups.append(",".join(sorted(names)))
-    return "|".join(groups)
+    return "|".join(
+        ",".join(sorted(set(map(_spec_dtype, iter_layer_specs(group.kv_cache_spec)))))
+        for group in kv_cache_config.kv_cache_groups
+    )
+
+
+def _spec_dtype(spec: "KVCacheSpec") -> str:
+    """Name a layer's element type; of a state, which is one opaque page, its parts."""
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    if isinstance(spec, MambaSpec):
+        parts = zip(spec.dtypes, spec.shapes, strict=True)
+        return "+".join(f"{dtype}{list(shape)}" for dtype, shape in parts)
+    mode = spec.kv_quant_mode
+    return f"{spec.dtype}/{mode.name}" if mode else str(spec.dtype)
 
 
 def _group_pages(
