@@ -220,16 +220,13 @@ def test_layouts_with_other_bytes_in_a_page_differ_and_the_place_of_a_page_does_
 
 
 def test_latent_rows_of_one_size_but_other_formats_differ():
-    rows, plain = (
-        Memory({"layer.0": spec}, "LBHNC").describe().manifest
-        for spec in (
-            latent_attention(dtype=torch.uint8, state_content_bytes=576),
-            latent_attention(dtype=torch.uint8, head_size=576),
-        )
-    )
-    assert rows.chunk_bytes(0) == plain.chunk_bytes(0)
-    changed = make_manifest(setting("cache_config.cache_dtype", "fp8_ds_mla"))
-    assert changed.namespace != make_manifest().namespace
+    found = []
+    for cache_dtype in ("fp8", "fp8_ds_mla"):
+        memory = Memory({"layer.0": latent_attention(dtype=torch.uint8)}, "LBHNC")
+        memory.vllm_config.cache_config.cache_dtype = cache_dtype
+        found.append(memory.describe().manifest)
+    assert found[0].groups == found[1].groups
+    assert found[0].namespace != found[1].namespace
 
 
 @pytest.fixture
@@ -298,9 +295,87 @@ def test_weights_from_object_storage_are_named_by_their_address(tmp_path: Path):
 
 
 def test_a_configuration_is_digested_alike_in_every_process():
-    orders = [{"names": {"a", "b", "c"}}, {"names": {"c", "b", "a"}}]
-    first, second = (make_manifest(hf_config=hf_config(**order)) for order in orders)
+    facts = [{"names": set(names), "object": object()} for names in ("abc", "cba")]
+    first, second = (make_manifest(hf_config=hf_config(**one)) for one in facts)
     assert first.namespace == second.namespace
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model without weights: vLLM reads no more than this to make a configuration."""
+    import transformers
+
+    folder = tmp_path_factory.mktemp("identity") / "model"
+    transformers.LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=320,
+        hidden_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        num_hidden_layers=2,
+        intermediate_size=256,
+    ).save_pretrained(folder)
+    return folder
+
+
+LONG_FACTORS = {
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 16,
+        "long_factor": [2.0] * 16,
+        "original_max_position_embeddings": 2048,
+    }
+}
+DRAFT = {"method": "draft_model", "model": "model", "num_speculative_tokens": 2}
+GUESSES = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_same"),
+    [
+        ({}, {}, True),
+        ({}, {"max_model_len": 1024}, True),
+        ({}, {"gpu_memory_utilization": 0.5, "max_num_seqs": 3}, True),
+        ({}, {"speculative_config": GUESSES}, True),
+        ({}, {"dtype": "bfloat16"}, False),
+        ({}, {"seed": 3}, False),
+        ({}, {"kv_cache_dtype": "fp8_e5m2"}, False),
+        ({"kv_cache_dtype": "fp8_e4m3"}, {"kv_cache_dtype": "fp8_e5m2"}, False),
+        ({}, {"prefix_caching_hash_algo": "sha256_cbor"}, False),
+        ({}, {"hf_overrides": {"rope_theta": 5e5}}, False),
+        ({}, {"hf_overrides": {"sliding_window": 64}}, False),
+        (
+            {},
+            {"hf_overrides": lambda config: config.update({"rms_norm_eps": 1e-3}) or config},
+            False,
+        ),
+        (
+            {"hf_overrides": LONG_FACTORS},
+            {"hf_overrides": LONG_FACTORS, "max_model_len": 1024},
+            False,
+        ),
+        ({}, {"speculative_config": DRAFT}, False),
+    ],
+)
+def test_vllms_own_configuration_says_what_matters(
+    before: dict[str, Any],
+    after: dict[str, Any],
+    is_same: bool,  # noqa: FBT001 - a table of cases
+    model_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    from vllm import EngineArgs
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(model_folder.parent)
+    common = {"dtype": "float32", "load_format": "dummy", "skip_tokenizer_init": True}
+    first, second = (
+        describe_identity(EngineArgs(model="model", **(common | some)).create_engine_config())
+        for some in (before, after)
+    )
+    assert (first == second) is is_same
 
 
 @pytest.mark.parametrize("algorithm", ["xxhash", "xxhash_cbor"])
