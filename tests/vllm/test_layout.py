@@ -341,3 +341,14 @@ def test_a_layer_that_shares_anothers_pages_is_kept_once():
     memory.views["layer.3"] = memory.views["layer.1"]
     memory.config.kv_cache_groups[0].layer_names.append("layer.3")
     assert memory.describe().manifest == before
+
+
+def test_the_runs_of_a_page_are_kept_in_order_of_their_addresses():
+    """The order is part of what is on disk, and a round trip would not notice another one."""
+    memory = Memory({"layer.0": attention()}, "LBHNC")
+    scattered = torch.zeros(4, 16, BLOCK_COUNT, 64, dtype=torch.float16)
+    memory.views["layer.0"] = scattered.permute(2, 0, 1, 3)
+    caches = memory.describe().caches
+    addresses = [caches.tensors[ref.tensor_idx].address for ref in caches.group_refs[0]]
+    first, step = scattered.data_ptr(), BLOCK_COUNT * 64 * 2
+    assert addresses == [first + i * step for i in range(4 * 16)]

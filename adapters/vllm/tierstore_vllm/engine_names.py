@@ -48,6 +48,21 @@ NEEDED_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
         "SpeculativeConfig": ("draft_model_config", "method"),
     },
+    "vllm.distributed.kv_events": {
+        "BlockRemoved": ("block_hashes", "group_idx", "medium"),
+        "BlockStored": (
+            "block_hashes",
+            "block_size",
+            "group_idx",
+            "lora_id",
+            "lora_name",
+            "medium",
+            "parent_block_hash",
+            "token_ids",
+        ),
+        "KVCacheEvent": (),
+        "MEDIUM_CPU": (),
+    },
     "vllm.distributed.kv_transfer.kv_connector.v1.base": {
         "KVConnectorBase_V1": (
             "build_connector_meta",
@@ -72,6 +87,7 @@ NEEDED_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "set_xfer_handshake_metadata_pp_aware",
             "shutdown",
             "start_load_kv",
+            "take_events",
             "update_connector_output",
             "update_state_after_alloc",
             "wait_for_layer_load",
@@ -88,6 +104,7 @@ NEEDED_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "KVConnectorPromMetrics": ("observe",),
         "KVConnectorStats": ("aggregate", "data", "is_empty", "reduce", "reset"),
     },
+    "vllm.v1.core.kv_cache_utils": {"BlockHash": (), "maybe_convert_block_hash": ()},
     "vllm.v1.core.sched.output": {
         "CachedRequestData": (
             "new_block_ids",
@@ -138,7 +155,10 @@ NEEDED_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "vllm.v1.kv_cache_layout": {"KVCacheLayout": ("is_block_outermost",)},
     "vllm.v1.metrics.cache_hit_source": {"CacheHitSource": ("DISK", "HOST")},
 }
-"""Per module of vLLM: what the connector imports, and what it uses of it."""
+"""Per module of vLLM: what the connector imports, and what it uses of it.
+
+After a change, `scripts/vllm_names.py` writes down anew which tested version has what.
+"""
 
 
 def check_engine() -> None:
