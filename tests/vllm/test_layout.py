@@ -27,6 +27,7 @@ from allocation import (
 from hypothesis import HealthCheck, event, given, reject, settings
 from hypothesis import strategies as st
 from vllm.v1 import kv_cache_interface as specs
+from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
 
 from tierstore.errors import ConfigError
 from tierstore.layout import ChunkOrder, GroupKind
@@ -352,3 +353,14 @@ def test_the_runs_of_a_page_are_kept_in_order_of_their_addresses():
     addresses = [caches.tensors[ref.tensor_idx].address for ref in caches.group_refs[0]]
     first, step = scattered.data_ptr(), BLOCK_COUNT * 64 * 2
     assert addresses == [first + i * step for i in range(4 * 16)]
+
+
+@pytest.mark.parametrize("family", [full, alternating, hybrid, latent_and_indexer])
+def test_a_block_holds_the_tokens_that_vllm_says_it_holds(family: Callable[[], Specs]):
+    """Context parallel ranks share the tokens of a block, but not where layers are replicated."""
+    memory = Memory(family(), "LBHNC")
+    memory.vllm_config.parallel_config.decode_context_parallel_size = 2
+    found = [group.tokens_per_block for group in memory.describe().manifest.groups]
+    assert found == [
+        resolve_dcp_kv_block_size(group.kv_cache_spec, 2) for group in memory.config.kv_cache_groups
+    ]
