@@ -131,6 +131,7 @@ def make_model_config(**changes: Any) -> SimpleNamespace:
         "model_weights": "",
         "revision": "main",
         "code_revision": None,
+        "hf_config_path": None,
         "quantization": None,
         "quantization_config": None,
         "dtype": torch.float16,

@@ -26,6 +26,7 @@ NEEDED_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "code_revision",
             "dtype",
             "hf_config",
+            "hf_config_path",
             "max_model_len",
             "model",
             "model_class_overrides",

@@ -114,13 +114,21 @@ def _describe_model(model: "ModelConfig") -> _ModelIdentity:
         "quantization_config": _digest(model.quantization_config),
         "rope_length": _rope_length(model),
     }
-    commit = str(getattr(hf_config, "_commit_hash", None) or model.revision or "")
     return _ModelIdentity(
         name=path.resolve().name if path.exists() else source,
-        revision=_weights_digest(path) if path.exists() else commit,
+        revision=_weights_digest(path) if path.exists() else _commit(model),
         quantization=str(model.quantization or ""),
         facts=" ".join(f"{name}={fact}" for name, fact in facts.items() if fact),
     )
+
+
+def _commit(model: "ModelConfig") -> str:
+    """Return the commit of weights on a hub; a mere branch where vLLM knows no better."""
+    resolved = getattr(model.revision, "resolved", None)
+    if not resolved and model.hf_config_path in (None, model.model):
+        # The configuration came with the weights. One from elsewhere has a commit of its own.
+        resolved = getattr(model.hf_config, "_commit_hash", None)
+    return str(resolved or model.revision or "")
 
 
 def _describe_draft(vllm_config: "VllmConfig") -> str:
