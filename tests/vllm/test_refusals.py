@@ -24,6 +24,7 @@ from allocation import (
     state,
     window,
 )
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1 import kv_cache_interface as specs
 
@@ -181,10 +182,14 @@ def test_pages_are_not_guessed_from_a_known_shape():
 def start_connectors(memory: Memory) -> tuple[TierStoreConnector, TierStoreConnector]:
     """Do what an engine does before the first request."""
     config = memory.vllm_config
-    config.kv_transfer_config = SimpleNamespace(
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="TierStoreConnector",
+        kv_connector_module_path="tierstore_vllm",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
         kv_connector_extra_config={
             "tierstore.config": {"version": 1, "primary": {"capacity": "64MiB"}}
-        }
+        },
     )
     config.parallel_config.rank = 0
     config.parallel_config.world_size = 1
