@@ -97,7 +97,7 @@ def state(page_bytes: int | None, *, mode: str = "align", **changes: Any) -> spe
 
 
 def make_vllm_config(layout: KVCacheLayout | None = None) -> SimpleNamespace:
-    """Only what the allocation code and the identity read."""
+    """Only what the allocation code and the connector read."""
     return SimpleNamespace(
         cache_config=SimpleNamespace(
             get_resolved_kv_cache_layout=lambda: layout,
@@ -110,6 +110,7 @@ def make_vllm_config(layout: KVCacheLayout | None = None) -> SimpleNamespace:
         ),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         attention_config=SimpleNamespace(hisparse_config=None, indexer_kv_dtype="auto"),
+        max_concurrent_batches=1,
         speculative_config=None,
         model_config=make_model_config(),
         load_config=SimpleNamespace(load_format="auto"),
