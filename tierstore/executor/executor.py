@@ -77,6 +77,8 @@ class TransferExecutor:
         self._changed = threading.Condition()
         self._jobs: dict[JobId, Job] = {}
         self._copies: dict[CopyId, Copy] = {}
+        self._submitting_count = 0
+        """I/O threads that are submitting a copy right now."""
         self._closed = False
 
     @classmethod
@@ -220,16 +222,21 @@ class TransferExecutor:
             if tier.backend is not None:
                 tier.backend.sync()
 
-    def close(self) -> None:
-        """Finish what was accepted, stop the threads, free the pool; idempotent."""
+    def close(self, timeout_seconds: float = _CLOSE_TIMEOUT_SECONDS) -> None:
+        """Finish what was accepted, stop the threads, free the pool; idempotent.
+
+        When it returns, no copy writes to the engine's blocks any more, even if a thread still
+        hangs in its I/O. Loads whose records were not read by then never get there.
+        """
         if self._closed:
             return
         self._closed = True
-        stopped = [tier.pool.close(_CLOSE_TIMEOUT_SECONDS) for tier in self._tiers]
+        stopped = [tier.pool.close(timeout_seconds) for tier in self._tiers]
+        self._stop_copies(timeout_seconds)
         if self._engine is not None:
             self._engine.close()
         if self._pin_threads is not None:
-            stopped.append(self._pin_threads.close(_CLOSE_TIMEOUT_SECONDS))
+            stopped.append(self._pin_threads.close(timeout_seconds))
         if all(stopped):
             for tier in self._tiers:
                 if tier.backend is not None:
@@ -355,11 +362,21 @@ class TransferExecutor:
                 # Counted before the lock is dropped: a job with a copy on its way cannot be
                 # abandoned, so no copy ever writes to blocks that the engine took back.
                 job.copies_left += 1
+                self._submitting_count += 1
             try:
                 self._start_copy(job, part, engine)
             finally:
                 with self._changed:
                     job.copies_left -= 1
+                    self._submitting_count -= 1
+                    self._changed.notify_all()
+
+    def _stop_copies(self, timeout_seconds: float) -> None:
+        """Let no thread start another copy to the engine's blocks."""
+        with self._changed:
+            for job in self._jobs.values():
+                job.abandoned = True
+            self._changed.wait_for(lambda: not self._submitting_count, timeout_seconds)
 
     def _write(self, job: Job, tier: TierIo, span: RecordSpan) -> None:
         """Write slots to records (in an I/O thread)."""

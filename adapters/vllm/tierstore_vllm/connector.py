@@ -6,7 +6,8 @@ engine: what fails is logged, and vLLM computes what it would have computed with
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -22,6 +23,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from tierstore.config import StoreConfig, load_config
 from tierstore.errors import ConfigError, TierStoreError
 from tierstore.manifest import Manifest
+from tierstore_vllm.drain import drain
 from tierstore_vllm.identity import check_block_hashes
 from tierstore_vllm.layout import describe_engine
 from tierstore_vllm.messages import StepMetadata, WorkerHello, WorkerReport
@@ -162,6 +164,7 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
             try:
                 shape = describe_engine(self._vllm_config, self._kv_cache_config)
                 self._scheduler = SchedulerHalf.open(self._config, manifest, shape)
+                _share_shutdown(hellos, self._scheduler)
             except ConfigError:
                 raise
             except TierStoreError as error:
@@ -255,11 +258,11 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
 def _load_store_config(vllm_config: "VllmConfig") -> StoreConfig:
     """Load the one key that `kv_connector_extra_config` has."""
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-    unknown = sorted(name for name in extra if name.startswith("tierstore") and name != _CONFIG_KEY)
-    if unknown or _CONFIG_KEY not in extra:
+    if list(extra) != [_CONFIG_KEY]:
+        # Another key is a slip or another connector's: what it asks for would not happen.
         raise ConfigError(
-            f"kv_connector_extra_config: expected the key {_CONFIG_KEY!r} with the path of a YAML "
-            f"file or the same mapping inline, got {unknown or sorted(extra)}"
+            f"kv_connector_extra_config: expected the one key {_CONFIG_KEY!r} with the path of a "
+            f"YAML file or the same mapping inline, got {sorted(map(str, extra))}"
         )
     return load_config(extra[_CONFIG_KEY])
 
@@ -267,6 +270,18 @@ def _load_store_config(vllm_config: "VllmConfig") -> StoreConfig:
 def _step(metadata: KVConnectorMetadata) -> StepMetadata:
     assert isinstance(metadata, StepMetadata), type(metadata)
     return metadata
+
+
+def _share_shutdown(hellos: Sequence[WorkerHello], scheduler: SchedulerHalf) -> None:
+    """Let a worker half in this process finish, with the scheduler half, what steps would have.
+
+    vLLM shuts the worker down first and takes no step any more. With workers in other processes
+    there is an engine process, which steps on until `has_pending_push_work` is False.
+    """
+    workers = [hello.local_worker for hello in hellos]
+    if len(workers) == 1 and workers[0] is not None:
+        worker = workers[0]
+        worker.before_close = partial(drain, worker, scheduler)
 
 
 def _agree(hellos: Iterable[WorkerHello]) -> tuple[str, Manifest | None]:
