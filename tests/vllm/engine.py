@@ -28,7 +28,7 @@ __all__ = [
     "run_engine",
 ]
 
-_VLLM_METRICS = ("vllm:num_preemptions", "vllm:prompt_tokens_by_source")
+_VLLM_METRICS = ("vllm:num_preemptions", "vllm:prompt_tokens_cached_by_source")
 _REPOSITORY = Path(__file__).resolve().parents[2]
 
 
