@@ -274,6 +274,12 @@ class SmallEngine:
             if isinstance(command, Load):
                 self.jobs[command.job_id] = command
                 self.loaders[command.job_id] = planned.load_requests[command.job_id]
+        self._compute()
+        for command in planned.plan.commands:
+            if isinstance(command, Offload):
+                self.jobs[command.job_id] = self.unread[command.job_id] = command
+
+    def _compute(self):
         for name, count in self.scheduled.items():
             request = self.requests[name]
             start, request.computed = request.computed, request.computed + count
@@ -285,9 +291,6 @@ class SmallEngine:
                     block = request.tables[group_idx][i]
                     if block:
                         self.memory[block] = (group_idx, request.tokens[:end], request.weights)
-        for command in planned.plan.commands:
-            if isinstance(command, Offload):
-                self.jobs[command.job_id] = self.unread[command.job_id] = command
 
     def _read(self, job_id):
         command = self.unread.pop(job_id, None)

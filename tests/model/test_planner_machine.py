@@ -1,7 +1,7 @@
 """The planner against a small engine that preempts, aborts, drops and re-uses blocks at will.
 
-Goal: no byte of another request or of other weights is ever published or loaded, nothing leaks. Method: every block
-knows what it holds (small_engine), copies happen as late as fences allow.
+Goal: no byte of another request or of other weights is ever published or loaded, and nothing leaks.
+Method: every block knows what it holds (small_engine), copies happen as late as fences allow.
 """
 
 from hypothesis import settings

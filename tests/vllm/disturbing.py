@@ -1,10 +1,15 @@
 """What is done to a running engine: `python disturbing.py job result`. See `lab`."""
 
+import errno
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from lab import Lab, main
 from slow import SlowConnector
+
+from tierstore.backend.syscall import SystemCalls
 
 _PAGE_BYTES = 4096
 
@@ -77,12 +82,16 @@ def removed(lab: Lab) -> dict[str, Any]:
     def damage() -> None:
         for segment in lab.segments():
             segment.unlink()
-        # A descriptor that is open would still read the right bytes.
-        for tier in lab.worker._executor._tiers:
-            for segment in list(tier.backend._files._segments):
-                tier.backend._files._forget(segment)
+        _close_segments(lab)
 
     return _damaged(lab, damage)
+
+
+def _close_segments(lab: Lab) -> None:
+    """Forget the open files: they would still give the right bytes."""
+    for tier in lab.worker._executor._tiers:
+        for segment in list(tier.backend._files._segments):
+            tier.backend._files._forget(segment)
 
 
 def _damaged(lab: Lab, damage: Any) -> dict[str, Any]:
@@ -102,7 +111,7 @@ def reset(lab: Lab) -> dict[str, Any]:
     """Reset the connector while requests load and offload."""
     found: dict[str, Any] = {}
     lab.forget_gpu()
-    SlowConnector.steps_per_answer = 5
+    SlowConnector.steps_per_answer = 1 << 60
     fresh = [[9, *prompt] for prompt in lab.prompts]
     for number, prompt in enumerate([*lab.prompts, *fresh]):
         lab.submit(f"r{number}", prompt)
@@ -111,8 +120,8 @@ def reset(lab: Lab) -> dict[str, Any]:
     in_flight = lab.half._planner._in_flight
     found["loads"], found["offloads"] = len(in_flight.loads), len(in_flight.offloads)
     found["while busy"] = bool(lab.llm.reset_prefix_cache(reset_connector=True))
-    lab.finish()
     SlowConnector.steps_per_answer = 1
+    lab.finish()
     lab.forget_gpu()
     found["after busy"] = lab.ask([*lab.prompts, *fresh])
     lab.forget_gpu()
@@ -131,6 +140,7 @@ def vanished(lab: Lab) -> dict[str, Any]:
     lab.forget_memory()
     with lab.counting(found["counts"]):
         shutil.rmtree(lab.tier_path)
+        _close_segments(lab)
         found["without"] = lab.ask(lab.prompts)
         lab.forget_memory()
         found["still without"] = lab.ask(lab.prompts)
@@ -141,6 +151,117 @@ def vanished(lab: Lab) -> dict[str, Any]:
     lab.forget_memory()
     found["used again"] = lab.ask([[8, *prompt] for prompt in lab.prompts])
     return found
+
+
+def full(lab: Lab) -> dict[str, Any]:
+    """Let the device of the tier have no room for a while."""
+    found: dict[str, Any] = {"counts": {}}
+    fresh = [[11, *prompt] for prompt in lab.prompts]
+    lab.forget_memory()
+    files = lab.worker._executor._tiers[0].backend._files
+    healthy = files._system
+    files._system = _FullDevice()
+    with lab.counting(found["counts"]):
+        found["full"] = lab.ask(fresh)
+        lab.idle()
+    files._system = healthy
+    lab.forget_memory()
+    found["room again"] = lab.ask(fresh)
+    lab.forget_memory()
+    found["from disk"] = lab.ask(fresh)
+    return found
+
+
+class _FullDevice(SystemCalls):
+    def pwritev(self, fd: int, buffers: Any, offset: int) -> int:
+        raise OSError(errno.ENOSPC, "no space")
+
+    def allocate(self, fd: int, offset: int, size_bytes: int) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+
+# What may raise below each hook of the connector: an attribute path from the lab, and the hook.
+_SEAMS = {
+    "half._planner.add_request": "on_new_request",
+    "half._planner.match": "get_num_new_matched_tokens",
+    "half._planner.begin_load": "update_state_after_alloc",
+    "half._stack.reserve_load": "update_state_after_alloc, half done",
+    "half._questions.get": "get_external_cache_hit_sources",
+    "half._planner.plan_step": "build_connector_meta",
+    "half._stack.commands": "build_connector_meta, half done",
+    "half._stack.reserve_offload": "build_connector_meta, offloads half done",
+    "half._planner.complete": "update_connector_output",
+    "half._stack.finish_load": "update_connector_output, half done",
+    "half._planner.finish_request": "request_finished_all_groups",
+    "half._planner.has_work": "has_pending_push_work",
+    "half._planner.reset": "reset_cache",
+    "half._stats.take": "get_kv_connector_stats",
+    "worker._executor.submit": "start_load_kv, wait_for_save",
+    "worker._executor._engine.submit_offload": "wait_for_save, half done",
+    "worker._executor._engine.submit_load": "start_load_kv, in an I/O thread",
+    "worker._executor._tiers.0.backend.read": "start_load_kv, in an I/O thread",
+    "worker._executor._tiers.0.backend.write": "start_load_kv, in an I/O thread",
+    "worker._executor.poll": "get_transfer_results",
+    "worker._executor._engine.poll": "get_transfer_results, half done",
+    "worker._stats.take": "get_kv_connector_stats",
+}
+
+
+def hooks(lab: Lab) -> dict[str, Any]:
+    """Let each hook fail, again and again, while requests load and offload."""
+    found: dict[str, Any] = {}
+    for number, seam in enumerate(_SEAMS):
+        print(f"--- {seam}", flush=True)
+        lab.reopen()
+        fresh = [[20 + number, *prompt] for prompt in lab.prompts]
+        lab.llm.reset_prefix_cache()
+        with _broken(lab, seam) as strikes:
+            before = lab.ask([*lab.prompts, *fresh])
+            lab.llm.reset_prefix_cache(reset_connector=seam.endswith("reset"))
+            lab.submit(f"batch-{number}-0", lab.prompts[0])
+            lab.submit(f"batch-{number}-1", fresh[-1])
+            lab.finish()
+        _rest(lab)
+        found[seam] = {
+            "strikes": len(strikes),
+            "answers": before,
+            "freed": bool(lab.llm.reset_prefix_cache()),
+            "requests": len(lab.scheduler.requests),
+            "waiting loads": len(lab.worker._load_requests),
+            "after": lab.ask(lab.prompts),
+        }
+    lab.reopen()
+    return found
+
+
+def _rest(lab: Lab) -> None:
+    for _ in range(200):
+        lab.engine.step()
+
+
+@contextmanager
+def _broken(lab: Lab, seam: str) -> Iterator[list[str]]:
+    """Let the function at the end of the path raise whenever it is called."""
+    *path, name = seam.split(".")
+    owner: Any = lab
+    holder: Any = None
+    for step in path:
+        holder, owner = owner, owner[int(step)] if step.isdigit() else getattr(owner, step)
+    strikes: list[str] = []
+
+    def fail(*arguments: Any, **more: Any) -> Any:
+        strikes.append(name)
+        raise RuntimeError(f"injected into {seam}")
+
+    if isinstance(owner, dict):
+        broken = type("Broken", (dict,), {name: fail})(owner)
+        setattr(holder, path[-1], broken)
+        yield strikes
+        setattr(holder, path[-1], dict(broken))
+    else:
+        setattr(owner, name, fail)
+        yield strikes
+        delattr(owner, name)
 
 
 if __name__ == "__main__":
@@ -156,6 +277,8 @@ if __name__ == "__main__":
                 removed,
                 reset,
                 vanished,
+                full,
+                hooks,
             )
         }
     )

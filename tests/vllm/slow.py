@@ -15,6 +15,10 @@ class SlowConnector(TierStoreConnector):
     steps_per_answer = 1
     _step_count = 0
 
+    def register_kv_caches(self, kv_caches: Any) -> None:
+        self.kv_caches = kv_caches
+        super().register_kv_caches(kv_caches)
+
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         self._step_count += 1
         if self._step_count % self.steps_per_answer:

@@ -5,7 +5,6 @@ path. Each answers prompts of its own in a single step and ends at once; the nex
 of them.
 """
 
-
 import pytest
 from engine import EngineResult, Round, run_engine
 from scenario import Scenario, tier_config
