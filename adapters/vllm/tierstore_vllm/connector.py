@@ -34,6 +34,7 @@ from tierstore_vllm.worker import WorkerHalf
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -163,7 +164,13 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if manifest is not None:
             try:
                 shape = describe_engine(self._vllm_config, self._kv_cache_config)
-                self._scheduler = SchedulerHalf.open(self._config, manifest, shape)
+                events = self._vllm_config.kv_events_config
+                self._scheduler = SchedulerHalf.open(
+                    self._config,
+                    manifest,
+                    shape,
+                    publishes_events=events is not None and events.enable_kv_cache_events,
+                )
                 _share_shutdown(hellos, self._scheduler)
             except ConfigError:
                 raise
@@ -225,6 +232,10 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.request_finished(request)
         return False, None
+
+    def take_events(self) -> "Iterable[KVCacheEvent]":
+        """Return what came to and left host memory since the last call, for vLLM's publisher."""
+        return () if self._scheduler is None else self._scheduler.take_events()
 
     def has_pending_push_work(self) -> bool:
         """Keep the engine stepping while answers are outstanding."""

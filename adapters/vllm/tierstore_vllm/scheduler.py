@@ -5,6 +5,7 @@
     update_state_after_alloc     begin_load        pins what the promised hit needs
     build_connector_meta         plan_step         every step, empty ones too
     take_report                  complete
+    take_events                  (what the tiers say of their own accord)
     request_finished             finish_request
 
 No hook raises. A request whose hook failed is computed without the cache; after a few failures, or
@@ -24,14 +25,17 @@ from tierstore.config import StoreConfig
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters
 from tierstore.planner import EngineStep, HitSplit, LoadTarget, OffloadPlanner, PlannedStep
+from tierstore.tier.residency import ResidencyLog
 from tierstore.tier.stack import TierStack
 from tierstore.transfer import StepPlan
+from tierstore_vllm.events import EventSource
 from tierstore_vllm.layout import EngineShape
 from tierstore_vllm.messages import RankTally, StepMetadata, WorkerReport
 from tierstore_vllm.stats import StatsSource, TierStoreStats
 from tierstore_vllm.step import StepReader
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
@@ -42,6 +46,8 @@ _logger = logging.getLogger(__name__)
 
 _FAILURE_COUNT_MAX = 8
 """Failed hooks of single requests after which nothing is cached any more."""
+
+_CACHE_PARAM = "tierstore.cache"
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
@@ -73,6 +79,18 @@ class _Question:
     split: HitSplit | None = None
 
 
+def _may_be_cached(request: "Request") -> bool:
+    """Read the request's own parameter; what cannot be understood is not cached."""
+    value = (request.kv_transfer_params or {}).get(_CACHE_PARAM, True)
+    if not isinstance(value, bool):
+        _logger.warning(
+            "request is not cached: kv_transfer_params.%s=%r, expected true or false",
+            _CACHE_PARAM,
+            value,
+        )
+    return value is True
+
+
 class SchedulerHalf:
     """The control plane behind vLLM's scheduler hooks. One thread."""
 
@@ -84,12 +102,14 @@ class SchedulerHalf:
         counters: Counters,
         *,
         offload_decode: bool = True,
+        residency: ResidencyLog | None = None,
     ) -> None:
-        """Take over open tiers; `close` closes them."""
+        """Take over open tiers; `close` closes them. `residency` is what the stack writes to."""
         self._stack = stack
         self._stats = StatsSource(counters)
         self._tally = RankTally(shape.rank_count)
         self._groups = manifest.group_specs()
+        self._events = None if residency is None else EventSource(residency, self._groups)
         self._planner = OffloadPlanner(
             self._groups,
             manifest.namespace,
@@ -109,16 +129,39 @@ class SchedulerHalf:
         self.has_given_up = False
 
     @classmethod
-    def open(cls, config: StoreConfig, manifest: Manifest, shape: EngineShape) -> Self:
+    def open(
+        cls,
+        config: StoreConfig,
+        manifest: Manifest,
+        shape: EngineShape,
+        *,
+        publishes_events: bool = False,
+    ) -> Self:
         """Open the tiers of the engine whose ranks agreed on `manifest`.
+
+        `publishes_events`: somebody calls `take_events` at every step.
 
         Raises:
             ConfigError: a capacity is too small.
             CatalogError, ManifestError: a secondary tier cannot be opened.
         """
         counters = Counters()
-        stack = TierStack.open(config, manifest, rank_count=shape.rank_count, counters=counters)
-        return cls(stack, manifest, shape, counters, offload_decode=config.offload.decode)
+        residency = ResidencyLog() if publishes_events else None
+        stack = TierStack.open(
+            config,
+            manifest,
+            rank_count=shape.rank_count,
+            counters=counters,
+            residency=residency,
+        )
+        return cls(
+            stack,
+            manifest,
+            shape,
+            counters,
+            offload_decode=config.offload.decode,
+            residency=residency,
+        )
 
     @_guarded(None, is_fatal=False)
     def on_new_request(self, request: "Request") -> None:
@@ -126,8 +169,9 @@ class SchedulerHalf:
 
         A LoRA request stays unknown, so that nothing is cached for it: its block hashes name the
         adapter but not its content, and a retrained adapter would be answered from its old cache.
+        So does one that says `"tierstore.cache": false` in its `kv_transfer_params`.
         """
-        if request.lora_request is not None:
+        if request.lora_request is not None or not _may_be_cached(request):
             return
         self._requests[request.request_id] = request
         self._planner.add_request(request.request_id, request.block_hashes)
@@ -246,6 +290,11 @@ class SchedulerHalf:
     def take_stats(self) -> TierStoreStats | None:
         """Return what was counted since the last call."""
         return self._stats.take()
+
+    @_guarded((), is_fatal=False)
+    def take_events(self) -> "Sequence[KVCacheEvent]":
+        """Return what came to and left the primary tier since the last call."""
+        return () if self._events is None else self._events.take()
 
     def check(self) -> list[str]:
         """Return what leaks or contradicts itself, in words (empty: sound)."""
