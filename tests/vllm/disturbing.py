@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lab import Lab, main
+from lab import SEAMS, Lab, main
 from slow import SlowConnector
 
 from tierstore.backend.syscall import SystemCalls
@@ -180,37 +180,10 @@ class _FullDevice(SystemCalls):
         raise OSError(errno.ENOSPC, "no space")
 
 
-# What may raise below each hook of the connector: an attribute path from the lab, and the hook.
-_SEAMS = {
-    "half._planner.add_request": "on_new_request",
-    "half._planner.match": "get_num_new_matched_tokens",
-    "half._planner.begin_load": "update_state_after_alloc",
-    "half._stack.reserve_load": "update_state_after_alloc, half done",
-    "half._questions.get": "get_external_cache_hit_sources",
-    "half._planner.plan_step": "build_connector_meta",
-    "half._stack.commands": "build_connector_meta, half done",
-    "half._stack.reserve_offload": "build_connector_meta, offloads half done",
-    "half._planner.complete": "update_connector_output",
-    "half._stack.finish_load": "update_connector_output, half done",
-    "half._planner.finish_request": "request_finished_all_groups",
-    "half._planner.has_work": "has_pending_push_work",
-    "half._planner.reset": "reset_cache",
-    "half._stats.take": "get_kv_connector_stats",
-    "worker._executor.submit": "start_load_kv, wait_for_save",
-    "worker._executor._engine.submit_offload": "wait_for_save, half done",
-    "worker._executor._engine.submit_load": "start_load_kv, in an I/O thread",
-    "worker._executor._tiers.0.backend.read": "start_load_kv, in an I/O thread",
-    "worker._executor._tiers.0.backend.write": "start_load_kv, in an I/O thread",
-    "worker._executor.poll": "get_transfer_results",
-    "worker._executor._engine.poll": "get_transfer_results, half done",
-    "worker._stats.take": "get_kv_connector_stats",
-}
-
-
 def hooks(lab: Lab) -> dict[str, Any]:
     """Let each hook fail, again and again, while requests load and offload."""
     found: dict[str, Any] = {}
-    for number, seam in enumerate(_SEAMS):
+    for number, seam in enumerate(SEAMS):
         print(f"--- {seam}", flush=True)
         lab.reopen()
         fresh = [[20 + number, *prompt] for prompt in lab.prompts]

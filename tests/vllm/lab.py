@@ -13,11 +13,37 @@ from typing import Any
 
 from engine import read_metrics
 
-__all__ = ["Lab", "main"]
+__all__ = ["SEAMS", "Lab", "main"]
 
 _IDLE_STEPS_MAX = 4000
 _TINY_PROMPT = [7]
 """Less than a block, so never stored; its answer carries the statistics of the steps before."""
+
+# What may raise below each hook of the connector: an attribute path from the lab, and the hook.
+SEAMS = {
+    "half._planner.add_request": "on_new_request",
+    "half._planner.match": "get_num_new_matched_tokens",
+    "half._planner.begin_load": "update_state_after_alloc",
+    "half._stack.reserve_load": "update_state_after_alloc, half done",
+    "half._questions.get": "get_external_cache_hit_sources",
+    "half._planner.plan_step": "build_connector_meta",
+    "half._stack.commands": "build_connector_meta, half done",
+    "half._stack.reserve_offload": "build_connector_meta, offloads half done",
+    "half._planner.complete": "update_connector_output",
+    "half._stack.finish_load": "update_connector_output, half done",
+    "half._planner.finish_request": "request_finished_all_groups",
+    "half._planner.has_work": "has_pending_push_work",
+    "half._planner.reset": "reset_cache",
+    "half._stats.take": "get_kv_connector_stats",
+    "worker._executor.submit": "start_load_kv, wait_for_save",
+    "worker._executor._engine.submit_offload": "wait_for_save, half done",
+    "worker._executor._engine.submit_load": "start_load_kv, in an I/O thread",
+    "worker._executor._tiers.0.backend.read": "start_load_kv, in an I/O thread",
+    "worker._executor._tiers.0.backend.write": "start_load_kv, in an I/O thread",
+    "worker._executor.poll": "get_transfer_results",
+    "worker._executor._engine.poll": "get_transfer_results, half done",
+    "worker._stats.take": "get_kv_connector_stats",
+}
 
 
 class Lab:

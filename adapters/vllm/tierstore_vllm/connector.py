@@ -6,7 +6,7 @@ engine: what fails is logged, and vLLM computes what it would have computed with
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ from tierstore_vllm.worker import WorkerHalf
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -61,12 +61,18 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
             ConfigError: the configuration cannot work; the message says what to change.
         """
         super().__init__(vllm_config, role, kv_cache_config)
-        self._config = _load_store_config(vllm_config)
+        transfer_config = vllm_config.kv_transfer_config
+        self._config = _load_store_config(transfer_config)
         check_block_hashes(vllm_config, self._config)
         self._worker: WorkerHalf | None = None
         self._scheduler: SchedulerHalf | None = None
         if role is KVConnectorRole.WORKER:
             self._worker = WorkerHalf(vllm_config, kv_cache_config, self._config)
+        elif transfer_config.kv_load_failure_policy == "fail":
+            _logger.warning(
+                "kv_load_failure_policy is 'fail', so a chunk that is lost ends its request with an "
+                "error; set it to 'recompute'"
+            )
 
     # Class level: what vLLM asks before it builds anything.
 
@@ -266,16 +272,22 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker
 
 
-def _load_store_config(vllm_config: "VllmConfig") -> StoreConfig:
+def _load_store_config(transfer_config: "KVTransferConfig") -> StoreConfig:
     """Load the one key that `kv_connector_extra_config` has."""
-    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-    if list(extra) != [_CONFIG_KEY]:
+    if transfer_config.kv_role != "kv_both":
+        raise ConfigError(
+            f"kv_role: expected 'kv_both', since tierstore both offloads and loads, "
+            f"got {transfer_config.kv_role!r}"
+        )
+    extra = transfer_config.kv_connector_extra_config
+    source = extra.get(_CONFIG_KEY)
+    if len(extra) != 1 or not isinstance(source, str | Mapping):
         # Another key is a slip or another connector's: what it asks for would not happen.
         raise ConfigError(
             f"kv_connector_extra_config: expected the one key {_CONFIG_KEY!r} with the path of a "
-            f"YAML file or the same mapping inline, got {sorted(map(str, extra))}"
+            f"YAML file or the same mapping inline, got {extra}"
         )
-    return load_config(extra[_CONFIG_KEY])
+    return load_config(source)
 
 
 def _step(metadata: KVConnectorMetadata) -> StepMetadata:

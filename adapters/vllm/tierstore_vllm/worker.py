@@ -64,7 +64,7 @@ class WorkerHalf:
         self._kv_cache_config = kv_cache_config
         self._config = config
         self._counters = Counters()
-        self._stats = StatsSource(self._counters)
+        self._stats: StatsSource | None = StatsSource(self._counters)
         self._executor: TransferExecutor | None = None
         self._hello = WorkerHello(None, "vLLM registered no KV caches")
         self._open_jobs: dict[JobId, Command] = {}
@@ -169,7 +169,14 @@ class WorkerHalf:
 
     def take_stats(self) -> TierStoreStats | None:
         """Return what was counted since the last call."""
-        return self._stats.take()
+        if self._stats is None:
+            return None
+        try:
+            return self._stats.take()
+        except Exception:  # the outermost frame below the engine
+            _logger.exception("statistics failed, this rank reports none any more")
+            self._stats = None
+            return None
 
     def suspend(self) -> None:
         """Finish what is under way before vLLM unmaps the KV caches (sleep mode)."""
