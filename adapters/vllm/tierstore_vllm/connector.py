@@ -70,7 +70,7 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker = WorkerHalf(vllm_config, kv_cache_config, self._config)
         elif transfer_config.kv_load_failure_policy == "fail":
             _logger.warning(
-                "kv_load_failure_policy is 'fail', so a chunk that is lost ends its request with an "
+                "kv_load_failure_policy is 'fail': a chunk that is lost ends its request with an "
                 "error; set it to 'recompute'"
             )
 
