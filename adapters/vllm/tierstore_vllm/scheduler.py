@@ -283,6 +283,10 @@ class SchedulerHalf:
     @_guarded(True, is_fatal=True)
     def reset_cache(self) -> bool:
         """Forget all cached chunks."""
+        _logger.warning(
+            "cache was reset; if weights were changed in place, what is stored from now on must be "
+            "removed before an engine loads the original weights"
+        )
         self._planner.reset()
         return True
 
