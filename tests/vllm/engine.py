@@ -59,7 +59,7 @@ class EngineJob:
     load_failure_policy: str = "recompute"
     separate_process: bool = True
     ends: str = "shutdown"
-    """`shutdown`, or `sigterm` for the engine's process."""
+    """`shutdown`, `sigterm` for the engine's process, or `exit` as a script that just ends."""
     engine: dict[str, Any] = field(default_factory=dict)
     """Further arguments of `vllm.LLM`."""
 
@@ -173,7 +173,10 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
     metrics = read_metrics(llm)
     if job["ends"] == "sigterm":
         _terminate(llm)
-    llm.llm_engine.engine_core.shutdown()
+    if job["ends"] == "exit":
+        globals()["kept"] = llm  # until the interpreter ends, as the globals of a script are
+    else:
+        llm.llm_engine.engine_core.shutdown()
     return {"rounds": rounds, "metrics": metrics}
 
 

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.vllm
 ENDS = {
     "in the caller's process": {"separate_process": False},
     "in a process of its own": {"separate_process": True},
+    "in a script that just ends": {"separate_process": False, "ends": "exit"},
     "by SIGTERM": {"separate_process": True, "ends": "sigterm"},
 }
 
