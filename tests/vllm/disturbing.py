@@ -89,9 +89,8 @@ def removed(lab: Lab) -> dict[str, Any]:
 
 def _close_segments(lab: Lab) -> None:
     """Forget the open files: they would still give the right bytes."""
-    for tier in lab.worker._executor._tiers:
-        for segment in list(tier.backend._files._segments):
-            tier.backend._files._forget(segment)
+    for segment in list(lab.files._segments):
+        lab.files._forget(segment)
 
 
 def _damaged(lab: Lab, damage: Any) -> dict[str, Any]:
@@ -158,7 +157,7 @@ def full(lab: Lab) -> dict[str, Any]:
     found: dict[str, Any] = {"counts": {}}
     fresh = [[11, *prompt] for prompt in lab.prompts]
     lab.forget_memory()
-    files = lab.worker._executor._tiers[0].backend._files
+    files = lab.files
     healthy = files._system
     files._system = _FullDevice()
     with lab.counting(found["counts"]):

@@ -193,6 +193,14 @@ class Lab:
         self.connector._scheduler = None
         self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): old._worker.hello})
 
+    @property
+    def files(self) -> Any:
+        """The segment files as the tier's backend has them open."""
+        backend = self.worker._executor._tiers[0].backend
+        while not hasattr(backend, "_files"):
+            backend = backend._backend
+        return backend._files
+
     def segments(self) -> list[Path]:
         """Return the tier's segment files."""
         return sorted((self.tier_path / "rank0").glob("*.seg"))
