@@ -25,10 +25,9 @@ LENGTHS = (129, 320, 500, 900)
 ALIGNMENT_TOKENS = {"llama": 32, "gemma3": 32, "qwen3_next": 288}
 DAMAGES = {"flipped": "corrupt", "truncated": "absent", "removed": "absent"}
 QUIET = ["hit_sources", "salts", "questions"]
-LOUD = ["reset", "full", "vanished", "hooks"]
 PHASES = {
-    ("llama", "recompute"): [*QUIET, *DAMAGES, *LOUD],
-    ("gemma3", "recompute"): [*QUIET, *DAMAGES, *LOUD],
+    ("llama", "recompute"): [*QUIET, *DAMAGES, "reset", "full", "vanished", "hooks"],
+    ("gemma3", "recompute"): [*QUIET, *DAMAGES, "reset"],
     ("qwen3_next", "recompute"): [*QUIET, "flipped", "reset"],
     ("llama", "fail"): ["flipped", "removed"],
     ("gemma3", "fail"): ["flipped", "removed"],
