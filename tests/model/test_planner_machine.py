@@ -1,7 +1,7 @@
 """The planner against a small engine that preempts, aborts, drops and re-uses blocks at will.
 
-Goal: no byte of another request is ever published or loaded, and nothing leaks. Method: every block
-knows what it holds (small_engine), copies happen as late as fences allow.
+Goal: no byte of another request or of other weights is ever published or loaded, and nothing leaks.
+Method: every block knows what it holds (small_engine), copies happen as late as fences allow.
 """
 
 import pytest
@@ -69,8 +69,8 @@ class PlannerMachine(RuleBasedStateMachine):
         self.engine.stack.refuses_loads = refuses
 
     @rule()
-    def reset(self):
-        self.engine.planner.reset()
+    def change_weights(self):
+        self.engine.change_weights()
 
     def teardown(self):
         if hasattr(self, "engine"):
@@ -190,3 +190,22 @@ def test_a_draft_chunk_is_offloaded_once_the_token_behind_it_is_settled(kind):
     assert offloaded(8, 8) == []
     assert offloaded(8, 9) == [8]
     assert offloaded(9, 12) == []
+
+
+def test_what_is_computed_after_kv_of_old_weights_is_never_published():
+    engine = SmallEngine(60)
+    engine.add(TEXT[:40])
+    for _ in range(4):
+        engine.step()
+    for job_id in list(engine.jobs):
+        engine.answer(job_id, ok=True)
+    engine.add(TEXT[:33])
+    engine.step()
+    assert engine.loaders
+    engine.change_weights()
+    for _ in range(4):
+        for job_id in list(engine.jobs):
+            engine.answer(job_id, ok=True)
+        engine.step()
+    assert engine.stack.states == {}
+    engine.drain()

@@ -24,7 +24,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from tierstore.config import StoreConfig
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters
-from tierstore.planner import HitSplit, LoadTarget, OffloadPlanner, PlannedStep
+from tierstore.planner import EngineStep, HitSplit, LoadTarget, OffloadPlanner, PlannedStep
 from tierstore.tier.residency import ResidencyLog
 from tierstore.tier.stack import TierStack
 from tierstore.transfer import StepPlan
@@ -124,6 +124,7 @@ class SchedulerHalf:
         self._promised: set[str] = set()
         """Requests that wait for a load of which no worker was told yet."""
         self._reader = StepReader(self._requests, self._planner.completes_chunk, offload_decode)
+        self._last_report: WorkerReport | None = None
         self._failure_count = 0
         self._failure_causes: set[tuple[str, str]] = set()
         self.has_given_up = False
@@ -232,21 +233,41 @@ class SchedulerHalf:
 
     def build_connector_meta(self, output: "SchedulerOutput") -> StepMetadata:
         """Plan the transfers around this step."""
-        planned = self._plan(output)
+        return self._announce(self._plan(output))
+
+    def plan_idle_step(self) -> StepMetadata:
+        """Plan what became possible without any request; for a step that vLLM does not take."""
+        return self._announce(self._plan(None))
+
+    def _announce(self, planned: PlannedStep) -> StepMetadata:
         failed = self._promised.union(planned.failed_requests)
         failed.difference_update(planned.load_requests.values())
         self._promised.clear()
         return StepMetadata(planned.plan, planned.load_requests, tuple(failed))
 
     @_guarded(PlannedStep(StepPlan()), is_fatal=True)
-    def _plan(self, output: "SchedulerOutput") -> PlannedStep:
-        return self._planner.plan_step(self._reader.read(output))
+    def _plan(self, output: "SchedulerOutput | None") -> PlannedStep:
+        step = EngineStep() if output is None else self._reader.read(output)
+        return self._planner.plan_step(step)
 
     @_guarded(None, is_fatal=True)
     def take_report(self, report: WorkerReport) -> None:
         """Take the workers' answers; publish what all ranks have."""
+        self._last_report = report
         for done in self._tally.add(report):
             self._planner.complete(done)
+        if report.has_given_up:
+            # Its every load would fail, and vLLM may end the requests that wait for them.
+            self._give_up("a worker moves no bytes any more")
+
+    def take_missed_reports(self, reports: Sequence[WorkerReport]) -> None:
+        """Take those of a local worker's last reports that vLLM did not deliver.
+
+        With asynchronous scheduling it may be shut down before it looked at its last steps.
+        """
+        taken = [i for i, report in enumerate(reports) if report is self._last_report]
+        for report in reports[taken[-1] + 1 if taken else 0 :]:
+            self.take_report(report)
 
     @_guarded(None, is_fatal=False)
     def request_finished(self, request: "Request") -> None:
@@ -263,6 +284,10 @@ class SchedulerHalf:
     @_guarded(True, is_fatal=True)
     def reset_cache(self) -> bool:
         """Forget all cached chunks."""
+        _logger.warning(
+            "cache was reset; if weights were changed in place, what is stored from now on must be "
+            "removed before an engine loads the original weights"
+        )
         self._planner.reset()
         return True
 
@@ -300,5 +325,9 @@ class SchedulerHalf:
             _logger.error("scheduler hook failed: hook=%s cause=%s", *cause, exc_info=error)
         self._failure_count += 1
         if is_fatal or self._failure_count >= _FAILURE_COUNT_MAX:
+            self._give_up(f"{self._failure_count} failed hooks")
+
+    def _give_up(self, cause: str) -> None:
+        if not self.has_given_up:
             self.has_given_up = True
-            _logger.error("tierstore caches nothing from now on: failures=%d", self._failure_count)
+            _logger.error("tierstore caches nothing from now on: cause=%s", cause)
