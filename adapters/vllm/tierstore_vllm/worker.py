@@ -182,8 +182,8 @@ class WorkerHalf:
         """Finish what is under way before vLLM unmaps the KV caches (sleep mode); idempotent.
 
         A copy to or from the KV caches that does not end costs this rank its cache: it would
-        touch unmapped memory, so the executor is given up. Waking up needs nothing: vLLM's allocator
-        maps the KV caches to the same addresses again.
+        touch unmapped memory, so the executor is given up. Waking up needs nothing: vLLM's own
+        allocator maps the KV caches to the same addresses again.
         """
         self._guard("suspend", self._finish_copies)
 
