@@ -246,7 +246,7 @@ def bench(
     count = max(1, parse_size(arguments.bytes) // chunk_bytes)
     data = Data(manifest, chunk_bytes, count)
     clock, threads = Clock(), Threads(arguments.threads)
-    raw = RawBench(directory, data.size_bytes, threads)
+    raw = RawBench(directory, data.size_bytes, arguments.runs * len(arguments.levels), threads)
     levels: list[BackendBench | StoreBench] = []
     for level in arguments.levels:
         config = config_of(directory / level, backend, data.size_bytes, arguments)
