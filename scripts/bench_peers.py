@@ -6,6 +6,9 @@ Files. The parties hold the chunks in a pool in memory, each of its own kind (vL
 huge pages like ours), get the same requests at once and keep the bytes in files below PATH; they
 take turns, and large sequential O_DIRECT requests into a preallocated file (`raw`) go before each.
 
+The bytes of a run come in one request or are divided among 16 at once: vLLM's tier moves a request
+in one thread, ours divides it.
+
     store  no fsync by either; over when every chunk can be found. Ours computes a checksum per
            chunk, keeps a catalog and a hard capacity; vLLM's file tier has none of them.
     load   in request order, cold: both read with O_DIRECT, past the page cache (vLLM's tier and
@@ -21,6 +24,7 @@ within the pairs, above 1 where tierstore is faster. A peer that is not installe
 
 import argparse
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -46,11 +50,13 @@ INDEX_CHUNKS_PER_RUN = 4096
 Figures = dict[str, list[float]]
 
 
-def bench_files(directory: Path, chunk: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Let the file tiers take turns with one chunk size."""
+def bench_files(
+    directory: Path, chunk: str, request_count: int, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Let the file tiers take turns with one chunk size and one number of requests."""
     chunk_bytes = parse_size(chunk)
-    count = max(arguments.requests, parse_size(arguments.bytes) // chunk_bytes)
-    load = Load(chunk_bytes, count, arguments.requests)
+    count = max(request_count, parse_size(arguments.bytes) // chunk_bytes)
+    load = Load(chunk_bytes, count, request_count)
     clock, threads = Clock(), Threads(arguments.threads)
     run_count = arguments.pairs + 1
     raw = RawBench(directory, load.size_bytes, run_count, threads)
@@ -65,6 +71,7 @@ def bench_files(directory: Path, chunk: str, arguments: argparse.Namespace) -> d
         first = run % len(tiers)
         turns = tiers[first:] + tiers[:first]
         raw.run(clock)
+        load.hashes(run)
         for tier in turns:
             clock.time(f"{tier.name} store", load.size_bytes, partial(tier.store, run))
         drop_page_cache(directory)
@@ -89,6 +96,7 @@ def bench_files(directory: Path, chunk: str, arguments: argparse.Namespace) -> d
     return {
         "part": "files",
         "chunk_bytes": chunk_bytes,
+        "requests_at_once": request_count,
         "bytes_per_run": load.size_bytes,
         "gigabytes_per_second": rates,
         "cpu_seconds_per_gigabyte": dict(clock.cpu),
@@ -160,7 +168,8 @@ def drop_page_cache(directory: Path) -> None:
 def lines_of(result: dict[str, Any]) -> Iterator[str]:
     """Describe one result."""
     if result["part"] == "files":
-        yield f"\nfiles, chunks of {result['chunk_bytes'] >> 10} KiB"
+        requests = f"{result['requests_at_once']} request(s) at once"
+        yield f"\nfiles, chunks of {result['chunk_bytes'] >> 10} KiB, {requests}"
         for name, values in result["gigabytes_per_second"].items():
             cpu = statistics.median(result["cpu_seconds_per_gigabyte"][name])
             yield f"  {name:28} {spread(values)} GB/s  {cpu:.2f} CPU s/GB"
@@ -198,7 +207,9 @@ def main() -> None:
     parser.add_argument("path", type=Path, help="directory on the device; removed files only ours")
     parser.add_argument("--chunks", nargs="*", default=CHUNKS)
     parser.add_argument("--bytes", default="128MiB", help="moved per measurement")
-    parser.add_argument("--requests", type=int, default=16, help="that come at once")
+    parser.add_argument(
+        "--requests", nargs="+", type=int, default=[1, 16], help="that come at once"
+    )
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--threads", type=int, default=4, help="of our tier and of raw")
     parser.add_argument("--index-chunks", type=int, default=100_000, help="resident; 0: no index")
@@ -218,9 +229,9 @@ def main() -> None:
     print(*(f"{name}={value}" for name, value in conditions.items()), flush=True)
     results = []
     arguments.path.mkdir(parents=True, exist_ok=True)
-    for chunk in arguments.chunks:
+    for chunk, request_count in itertools.product(arguments.chunks, arguments.requests):
         with tempfile.TemporaryDirectory(prefix="bench-peers-", dir=arguments.path) as directory:
-            results.append(bench_files(Path(directory), chunk, arguments))
+            results.append(bench_files(Path(directory), chunk, request_count, arguments))
         print(*lines_of(results[-1]), sep="\n", flush=True)
     if arguments.index_chunks:
         for policy in POLICIES:
