@@ -45,6 +45,8 @@ __all__ = [
 ]
 
 STALL_SECONDS = 30.0
+CAPACITY = "32GiB"
+"""Of our tier; much more than is written, as on a server, so that segments have their full size."""
 
 
 class Load:
@@ -172,7 +174,7 @@ class TierstoreFiles:
 
     name = "tierstore"
 
-    def __init__(self, directory: Path, load: Load, *, run_count: int, threads: int) -> None:
+    def __init__(self, directory: Path, load: Load, *, threads: int) -> None:
         self._load = load
         self._manifest = Manifest.simple("bench", chunk_bytes=load.chunk_bytes)
         pool_bytes = 2 * load.size_bytes + (8 << 20)
@@ -180,7 +182,7 @@ class TierstoreFiles:
             "name": "disk",
             "backend": "file",
             "path": str(directory),
-            "capacity": f"{load.size_bytes * (run_count + 2) * 5 // 4 + (64 << 20)}B",
+            "capacity": CAPACITY,
             "io": {"threads": threads, "deadline": "60s", "write_queue": f"{pool_bytes}B"},
         }
         self._config = load_config(

@@ -61,9 +61,7 @@ def bench_files(
     run_count = arguments.pairs + 1
     raw = RawBench(directory, load.size_bytes, run_count, threads)
     tiers: list[FileTier] = [
-        TierstoreFiles(
-            directory / "tierstore", load, run_count=run_count, threads=arguments.threads
-        ),
+        TierstoreFiles(directory / "tierstore", load, threads=arguments.threads),
         VllmFiles(directory / "vllm", load, huge_pages=False),
         VllmFiles(directory / "vllm-huge", load, huge_pages=True),
     ]
