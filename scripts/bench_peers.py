@@ -230,6 +230,7 @@ def main() -> None:
     results = []
     arguments.path.mkdir(parents=True, exist_ok=True)
     for chunk, request_count in itertools.product(arguments.chunks, arguments.requests):
+        os.sync()  # the removal of thousands of small files before must not burden this cell
         with tempfile.TemporaryDirectory(prefix="bench-peers-", dir=arguments.path) as directory:
             results.append(bench_files(Path(directory), chunk, request_count, arguments))
         print(*lines_of(results[-1]), sep="\n", flush=True)
