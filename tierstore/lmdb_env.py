@@ -218,6 +218,7 @@ class LmdbEnv:
 def _open_env(directory: Path, map_bytes: int, *, readahead: bool) -> lmdb.Environment:
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        _allocate_lock_file(directory)
         env = lmdb.open(
             os.fspath(directory),
             map_size=map_bytes,
@@ -234,3 +235,17 @@ def _open_env(directory: Path, map_bytes: int, *, readahead: bool) -> lmdb.Envir
     except OSError as error:
         raise BackendError(f"{directory}: {error}; make the path writable") from error
     return env
+
+
+def _allocate_lock_file(directory: Path) -> None:
+    """Give the lock file its blocks.
+
+    The library writes to it through a mapping: in a file with holes on a device without room, that
+    ends the process by SIGBUS.
+    """
+    descriptor = os.open(directory / "lock.mdb", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        # A file that others have mapped keeps its size, which says how many readers it holds.
+        os.posix_fallocate(descriptor, 0, os.fstat(descriptor).st_size or LOCK_FILE_BYTES)
+    finally:
+        os.close(descriptor)

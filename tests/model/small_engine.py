@@ -58,6 +58,8 @@ class Request:
     tables: list = field(default_factory=lambda: [[], [], []])
     status: str = "waiting"
     is_new: bool = True
+    weights: int = 0
+    """Of the oldest KV that its KV comes after."""
 
     def hash_blocks(self):
         for end in range((len(self.hashes) + 1) * HASH_TOKENS, len(self.tokens) + 1, HASH_TOKENS):
@@ -81,6 +83,7 @@ class SmallEngine:
         self.loaders = {}
         self.failed = []
         self.names = 0
+        self.weights = 0
         self.loads_verified = 0
 
     # What the tests do.
@@ -100,6 +103,10 @@ class SmallEngine:
         else:
             self._release(request)
             del self.requests[name]
+
+    def change_weights(self):
+        self.weights += 1
+        self.planner.reset()
 
     def step(self):
         for name in self.failed:
@@ -254,6 +261,7 @@ class SmallEngine:
         for group_idx, (null, count) in enumerate(zip(nulls, counts, strict=True)):
             request.tables[group_idx] = [0] * null + [blocks.pop() for _ in range(count)]
         request.computed = hit
+        request.weights = self.weights
         request.status = "loading"
         target = LoadTarget(0, hit, {i: list(table) for i, table in enumerate(request.tables)})
         self.planner.begin_load(request.name, target)
@@ -266,18 +274,23 @@ class SmallEngine:
             if isinstance(command, Load):
                 self.jobs[command.job_id] = command
                 self.loaders[command.job_id] = planned.load_requests[command.job_id]
+        self._compute()
+        for command in planned.plan.commands:
+            if isinstance(command, Offload):
+                self.jobs[command.job_id] = self.unread[command.job_id] = command
+
+    def _compute(self):
         for name, count in self.scheduled.items():
             request = self.requests[name]
             start, request.computed = request.computed, request.computed + count
+            if start == 0:
+                request.weights = self.weights
             for group_idx, size in enumerate(BLOCK_TOKENS):
                 for i in range(start // size, -(-request.computed // size)):
                     end = min((i + 1) * size, request.computed)
                     block = request.tables[group_idx][i]
                     if block:
-                        self.memory[block] = (group_idx, request.tokens[:end])
-        for command in planned.plan.commands:
-            if isinstance(command, Offload):
-                self.jobs[command.job_id] = self.unread[command.job_id] = command
+                        self.memory[block] = (group_idx, request.tokens[:end], request.weights)
 
     def _read(self, job_id):
         command = self.unread.pop(job_id, None)
@@ -314,7 +327,8 @@ class SmallEngine:
             size = BLOCK_TOKENS[group_idx]
             for i in {position // size for position in positions}:
                 block = request.tables[group_idx][i]
-                assert self.memory[block] == (group_idx, request.tokens[: (i + 1) * size])
+                content = (group_idx, request.tokens[: (i + 1) * size], request.weights)
+                assert self.memory[block] == content
         self.loads_verified += 1
 
     def _verify_residents(self):
@@ -324,5 +338,5 @@ class SmallEngine:
                 prefix = get_offload_block_hash(key).removeprefix(b"hashed: ")
                 size, count = BLOCK_TOKENS[group_idx], SPECS[group_idx].blocks_per_chunk
                 ends = range(len(prefix) - size * (count - 1), len(prefix) + 1, size)
-                expected = [(group_idx, prefix[:end]) for end in ends]
+                expected = [(group_idx, prefix[:end], self.weights) for end in ends]
                 assert self.slots[self.stack.slots[key]] == expected, (key, state)

@@ -1,7 +1,7 @@
 """The planner against a small engine that preempts, aborts, drops and re-uses blocks at will.
 
-Goal: no byte of another request is ever published or loaded, and nothing leaks. Method: every block
-knows what it holds (small_engine), copies happen as late as fences allow.
+Goal: no byte of another request or of other weights is ever published or loaded, and nothing leaks.
+Method: every block knows what it holds (small_engine), copies happen as late as fences allow.
 """
 
 from hypothesis import settings
@@ -62,8 +62,8 @@ class PlannerMachine(RuleBasedStateMachine):
         self.engine.stack.refuses_loads = refuses
 
     @rule()
-    def reset(self):
-        self.engine.planner.reset()
+    def change_weights(self):
+        self.engine.change_weights()
 
     def teardown(self):
         if hasattr(self, "engine"):
@@ -146,4 +146,23 @@ def test_a_block_that_slid_out_of_the_window_is_not_offloaded_with_its_chunk():
         engine.add(bytes([210 + i]) * 3)
     for job_id in list(engine.jobs):
         engine.answer(job_id, ok=True)
+    engine.drain()
+
+
+def test_what_is_computed_after_kv_of_old_weights_is_never_published():
+    engine = SmallEngine(60)
+    engine.add(TEXT[:40])
+    for _ in range(4):
+        engine.step()
+    for job_id in list(engine.jobs):
+        engine.answer(job_id, ok=True)
+    engine.add(TEXT[:33])
+    engine.step()
+    assert engine.loaders
+    engine.change_weights()
+    for _ in range(4):
+        for job_id in list(engine.jobs):
+            engine.answer(job_id, ok=True)
+        engine.step()
+    assert engine.stack.states == {}
     engine.drain()

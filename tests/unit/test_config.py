@@ -162,6 +162,11 @@ def test_a_size_without_a_known_unit_is_refused_with_the_remedy(size: object) ->
     assert ("add a unit, such as '20GiB'" in problem) == (size == 20)
 
 
+def test_a_bare_number_of_bytes_is_told_to_say_so() -> None:
+    with pytest.raises(ConfigError, match="add a unit, such as '1073741824B'"):
+        load_config({"version": 1, "primary": {"capacity": 1 << 30}})
+
+
 @pytest.mark.parametrize("deadline", [2, "2", "2sec", "-1s", "1h"])
 def test_a_duration_without_a_known_unit_is_refused_with_the_remedy(deadline: object) -> None:
     problem = problem_of(document(tier(io={"deadline": deadline})))

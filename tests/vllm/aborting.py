@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from slow import SlowConnector
+
 _STEPS_MAX = 14
 
 
@@ -18,6 +20,7 @@ def main() -> None:
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
 
+    SlowConnector.steps_per_answer = 5
     job = json.loads(Path(sys.argv[1]).read_text())
     llm = LLM(
         job["model"],

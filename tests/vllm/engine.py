@@ -9,15 +9,26 @@ prompt tokens came from a cache.
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Answer", "EngineJob", "EngineResult", "Round", "engine_environment", "run_engine"]
+__all__ = [
+    "Answer",
+    "EngineJob",
+    "EngineResult",
+    "Round",
+    "engine_environment",
+    "read_metrics",
+    "run_engine",
+]
 
+_VLLM_METRICS = ("vllm:num_preemptions", "vllm:prompt_tokens_cached_by_source")
 _REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -33,6 +44,10 @@ class Round:
     """Empty the engine's own prefix cache first: only tierstore can hit then."""
     one_by_one: bool = False
     """Generate for each prompt alone, after the one before."""
+    waits_for: str | None = None
+    """A file: the round begins when it is there (another engine has done its part)."""
+    announces: str | None = None
+    """A file that is made when the round is over and tierstore has written what it stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +60,10 @@ class EngineJob:
     config: dict[str, Any] | None = None
     """tierstore's configuration; None: no connector."""
     connector: str = "tierstore_vllm.TierStoreConnector"
+    load_failure_policy: str = "recompute"
     separate_process: bool = True
+    ends: str = "shutdown"
+    """`shutdown`, `sigterm` for the engine's process, or `exit` as a script that just ends."""
     engine: dict[str, Any] = field(default_factory=dict)
     """Further arguments of `vllm.LLM`."""
 
@@ -68,7 +86,7 @@ class EngineResult:
 
     rounds: dict[str, list[Answer]]
     metrics: dict[str, float]
-    """tierstore's Prometheus counters, and vLLM's count of preemptions."""
+    """tierstore's Prometheus counters and some of vLLM's, by name and by `name{label}`."""
     log: str
 
 
@@ -132,13 +150,15 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
             kv_connector=name,
             kv_connector_module_path=module,
             kv_role="kv_both",
-            kv_load_failure_policy="recompute",
+            kv_load_failure_policy=job["load_failure_policy"],
             kv_connector_extra_config={"tierstore.config": job["config"]},
         )
     llm = LLM(job["model"], dtype=job["dtype"], **arguments)
     prompts: dict[str, list[list[int]]] = {}
     rounds: dict[str, list[dict[str, Any]]] = {}
     for name, batch in job["rounds"].items():
+        if batch["waits_for"]:
+            _wait_for(Path(batch["waits_for"]))
         if batch["reset"]:
             _reset(llm)
         sampling = SamplingParams(
@@ -156,13 +176,43 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
             for some in batches
             for output in llm.generate(some, sampling, use_tqdm=False)
         ]
+        if batch["announces"]:
+            _announce(llm, Path(batch["announces"]))
+    metrics = read_metrics(llm)
+    if job["ends"] == "sigterm":
+        _terminate(llm)
+    if job["ends"] == "exit":
+        globals()["kept"] = llm  # until the interpreter ends, as the globals of a script are
+    else:
+        llm.llm_engine.engine_core.shutdown()
+    return {"rounds": rounds, "metrics": metrics}
+
+
+def read_metrics(llm: Any) -> dict[str, float]:
+    """Return the sums of the counters that tests ask for, over all labels and by label."""
     metrics: dict[str, float] = {}
     for metric in llm.get_metrics():
-        if "tierstore" in metric.name or metric.name == "vllm:num_preemptions":
+        if "tierstore" in metric.name or metric.name in _VLLM_METRICS:
             name = metric.name.removeprefix("vllm:")
             metrics[name] = metrics.get(name, 0) + metric.value
-    llm.llm_engine.engine_core.shutdown()
-    return {"rounds": rounds, "metrics": metrics}
+            for label in ("reason", "source", "tier"):
+                if label in metric.labels:
+                    key = f"{name}{{{metric.labels[label]}}}"
+                    metrics[key] = metrics.get(key, 0) + metric.value
+    return metrics
+
+
+def _terminate(llm: Any) -> None:
+    """End the engine's process as a service manager does, and wait until it is gone."""
+    processes = llm.llm_engine.engine_core.resources.engine_manager.processes
+    for process in processes:
+        os.kill(process.pid, signal.SIGTERM)
+    gone: set[Any] = set()
+    while len(gone) < len(processes):
+        ended = wait([process.sentinel for process in processes], timeout=60)
+        if not set(ended) - gone:
+            raise RuntimeError("the engine's process goes on after SIGTERM")
+        gone.update(ended)
 
 
 def _prompts(
@@ -173,6 +223,29 @@ def _prompts(
         return batch["prompts"]
     turns = zip(prompts[earlier], rounds[earlier], batch["prompts"], strict=True)
     return [prompt + answer["tokens"] + more for prompt, answer, more in turns]
+
+
+def _wait_for(file: Path) -> None:
+    for _ in range(2400):
+        if file.exists():
+            return
+        time.sleep(0.05)
+    raise RuntimeError(f"{file} does not appear")
+
+
+def _announce(llm: Any, file: Path) -> None:
+    from vllm import SamplingParams
+
+    for _ in range(200):
+        metrics = read_metrics(llm)
+        stored = metrics.get("tierstore_offloaded_chunks", 0)
+        if stored and metrics.get("tierstore_demoted_chunks", 0) >= stored:
+            file.touch()
+            return
+        # Counters come with the answers to requests; this one is too short to be stored.
+        tiny = SamplingParams(temperature=0, max_tokens=2, detokenize=False)
+        llm.generate([{"prompt_token_ids": [7]}], tiny, use_tqdm=False)
+    raise RuntimeError("tierstore does not finish its writes")
 
 
 def _reset(llm: Any) -> None:

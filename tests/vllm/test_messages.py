@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.transfer import FailureReason, JobId, TransferDone
-from tierstore_vllm.messages import RankAnswer, RankTally, StepMetadata, WorkerReport
+from tierstore_vllm.messages import (
+    RankAnswer,
+    RankTally,
+    StepMetadata,
+    WorkerHello,
+    WorkerReport,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -78,3 +84,16 @@ def test_every_order_of_answers_gives_one_final_answer(order, lateness, data):
 
 def test_an_empty_step_is_small():
     assert len(pickle.dumps(StepMetadata())) < 200
+
+
+def test_the_worker_half_stays_behind_when_a_hello_goes_to_another_process():
+    worker = object()
+    hello = WorkerHello(None, "why", local_worker=worker)
+    assert hello.local_worker is worker
+    assert pickle.loads(pickle.dumps(hello)) == WorkerHello(None, "why")
+    assert pickle.loads(pickle.dumps(hello)).local_worker is None
+
+
+def test_one_rank_that_gave_up_is_heard_among_many():
+    report = WorkerReport().aggregate(WorkerReport(has_given_up=True)).aggregate(WorkerReport())
+    assert report.has_given_up

@@ -94,6 +94,7 @@ def _can_copy_mapped(fd: int, page: memoryview, system: SystemCalls) -> bool:
         mapping = mmap.mmap(fd, PAGE_BYTES, prot=mmap.PROT_READ)
         return system.copy_mapped(buffer_address(mapping), [page], 0) == PAGE_BYTES
     except OSError as error:
-        if error.errno not in _UNSUPPORTED:
+        # EFAULT: the page cannot be had, for example because the device is full.
+        if error.errno not in (*_UNSUPPORTED, errno.EFAULT):
             raise
         return False

@@ -33,7 +33,9 @@ def parse_size(text: object) -> int:
     if match is None:
         raise ValueError(
             f"expected a size such as '20GiB', got {text!r}"
-            + _remedy(text, "GiB", "B, KiB, MiB, GiB, TiB or KB, MB, GB, TB")
+            + _remedy(
+                text, "GiB" if _is_small(text) else "B", "B, KiB, MiB, GiB, TiB or KB, MB, GB, TB"
+            )
         )
     return int(Decimal(match[1]) * _SIZE_UNITS[match[2]])
 
@@ -50,6 +52,11 @@ def parse_duration(text: object) -> float:
             f"expected a duration such as '2s', got {text!r}" + _remedy(text, "s", "ms, s or min")
         )
     return float(Decimal(match[1]) * _DURATION_UNITS[match[2]])
+
+
+def _is_small(text: object) -> bool:
+    """Say whether a bare number cannot have meant bytes."""
+    return isinstance(text, int | float) and text < 1 << 20
 
 
 def _remedy(text: object, unit: str, units: str) -> str:

@@ -15,7 +15,7 @@ from tierstore.dma.opening import is_cuda, open_copy_engine
 from tierstore.dma.pinning import PIN_TASKS
 from tierstore.dma.protocol import CopyEngine, CopyId
 from tierstore.errors import DeviceError, LayoutError
-from tierstore.executor.job import Copy, Job, PartIndex, RecordSpan, split_batches
+from tierstore.executor.job import Copy, Job, PartIndex, RecordSpan, split_spans
 from tierstore.executor.tier_io import TierIo
 from tierstore.io_pool import IoPool
 from tierstore.layout import PAGE_BYTES, CanonicalKVCaches
@@ -73,10 +73,11 @@ class TransferExecutor:
         self._counters = counters
         self._clock = clock
         self._copy_ids = itertools.count(1)
-        # Guards everything below: tasks report from their threads.
+        # Guards what follows: tasks report from their threads.
         self._changed = threading.Condition()
         self._jobs: dict[JobId, Job] = {}
         self._copies: dict[CopyId, Copy] = {}
+        self._submitting_count = 0  # I/O threads that are submitting a copy right now
         self._closed = False
 
     @classmethod
@@ -220,16 +221,20 @@ class TransferExecutor:
             if tier.backend is not None:
                 tier.backend.sync()
 
-    def close(self) -> None:
-        """Finish what was accepted, stop the threads, free the pool; idempotent."""
+    def close(self, timeout_seconds: float = _CLOSE_TIMEOUT_SECONDS) -> None:
+        """Finish what was accepted, stop the threads, free the pool; idempotent.
+
+        Afterwards no copy writes to the engine's blocks, even if a thread hangs in its read.
+        """
         if self._closed:
             return
         self._closed = True
-        stopped = [tier.pool.close(_CLOSE_TIMEOUT_SECONDS) for tier in self._tiers]
+        stopped = [tier.pool.close(timeout_seconds) for tier in self._tiers]
+        self._stop_copies(timeout_seconds)
         if self._engine is not None:
             self._engine.close()
         if self._pin_threads is not None:
-            stopped.append(self._pin_threads.close(_CLOSE_TIMEOUT_SECONDS))
+            stopped.append(self._pin_threads.close(timeout_seconds))
         if all(stopped):
             for tier in self._tiers:
                 if tier.backend is not None:
@@ -259,7 +264,8 @@ class TransferExecutor:
         if tier.backend is None:
             self._fail(job, indices, FailureReason.IO_ERROR)
             return
-        spans = self._spans(promote, first, tier)
+        chunk_bytes = self._chunk_bytes[promote.group_idx]
+        spans = split_spans(promote, first, chunk_bytes, tier.config.io.threads)
         with self._changed:
             deadline_at = self._clock.seconds() + tier.config.io.deadline_seconds
             job.deadline_at = min(job.deadline_at, deadline_at)
@@ -273,7 +279,8 @@ class TransferExecutor:
         if tier.backend is None:
             self._fail(job, range(len(demote.keys)), FailureReason.IO_ERROR)
             return
-        spans = self._spans(demote, 0, tier)
+        chunk_bytes = self._chunk_bytes[demote.group_idx]
+        spans = split_spans(demote, 0, chunk_bytes, tier.config.io.threads)
         with self._changed:
             job.tasks_left += len(spans)
         for span in spans:
@@ -287,14 +294,6 @@ class TransferExecutor:
         job.tasks_left = 1
         tier.pool.submit_write(partial(self._release, job, tier.backend, release))
 
-    def _spans(self, command: Promote | Demote, first: int, tier: TierIo) -> list[RecordSpan]:
-        return [
-            RecordSpan(command, start, stop, first)
-            for start, stop in split_batches(
-                command.places, self._chunk_bytes[command.group_idx], tier.config.io.threads
-            )
-        ]
-
     def _start_copy(
         self, job: Job, part: Offload | LoadPart, engine: CopyEngine, *, urgent: bool = False
     ) -> None:
@@ -305,24 +304,24 @@ class TransferExecutor:
             self._copies[copy_id] = Copy(job, offload_count)
             job.copies_left += 1
         where = (part.group_idx, part.block_ids, part.slots)
+        reason: FailureReason | None = FailureReason.IO_ERROR
         try:
             if isinstance(part, Offload):
                 engine.submit_offload(copy_id, *where)
             else:
                 engine.submit_load(copy_id, *where, after=job.after, urgent=urgent)
+            reason = None
         except (LayoutError, DeviceError) as error:
             _logger.error("copy refused: job=%d cause=%s", job.job_id, error)
-            reason = (
-                FailureReason.LAYOUT if isinstance(error, LayoutError) else FailureReason.IO_ERROR
-            )
-            with self._changed:
-                self._end_refused_copy(copy_id, reason)
-            return
-        if isinstance(part, LoadPart):
-            self._counters.add(Metric.LOADED_CHUNKS, len(part.slots))
-            self._counters.add(
-                Metric.LOADED_BYTES, len(part.slots) * self._chunk_bytes[part.group_idx]
-            )
+            reason = FailureReason.LAYOUT if isinstance(error, LayoutError) else reason
+        finally:
+            if reason is not None:  # a bug, too, ends the copy: its job has to be answered
+                with self._changed:
+                    self._end_refused_copy(copy_id, reason)
+        if reason is None and isinstance(part, LoadPart):
+            count = len(part.slots)
+            self._counters.add(Metric.LOADED_CHUNKS, count)
+            self._counters.add(Metric.LOADED_BYTES, count * self._chunk_bytes[part.group_idx])
 
     def _end_refused_copy(self, copy_id: CopyId, reason: FailureReason) -> None:
         """Fail what a copy was for; the lock is held."""
@@ -355,11 +354,21 @@ class TransferExecutor:
                 # Counted before the lock is dropped: a job with a copy on its way cannot be
                 # abandoned, so no copy ever writes to blocks that the engine took back.
                 job.copies_left += 1
+                self._submitting_count += 1
             try:
                 self._start_copy(job, part, engine)
             finally:
                 with self._changed:
                     job.copies_left -= 1
+                    self._submitting_count -= 1
+                    self._changed.notify_all()
+
+    def _stop_copies(self, timeout_seconds: float) -> None:
+        """Let no thread start another copy to the engine's blocks."""
+        with self._changed:
+            for job in self._jobs.values():
+                job.abandoned = True
+            self._changed.wait_for(lambda: not self._submitting_count, timeout_seconds)
 
     def _write(self, job: Job, tier: TierIo, span: RecordSpan) -> None:
         """Write slots to records (in an I/O thread)."""

@@ -23,7 +23,7 @@ from tierstore.transfer import (
     TransferDone,
 )
 
-__all__ = ["Copy", "Job", "PartIndex", "RecordSpan", "split_batches"]
+__all__ = ["Copy", "Job", "PartIndex", "RecordSpan", "split_batches", "split_spans"]
 
 _BATCH_BYTES_MIN = 1 << 20
 _BATCH_BYTES_MAX = 8 << 20
@@ -186,3 +186,13 @@ def split_batches(
             batches.append((start, cut))
             start = cut
     return batches
+
+
+def split_spans(
+    command: Promote | Demote, first: int, chunk_bytes: int, thread_count: int
+) -> list[RecordSpan]:
+    """Split a command, whose first chunk has index `first` in its job, by `split_batches`."""
+    return [
+        RecordSpan(command, start, stop, first)
+        for start, stop in split_batches(command.places, chunk_bytes, thread_count)
+    ]

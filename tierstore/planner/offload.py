@@ -50,7 +50,7 @@ class Offloads:
                 state.expect_next_chunk()
         for block in step.state_blocks:
             state = requests.get(block.request_id)
-            if state is not None:
+            if state is not None and not state.is_outdated:
                 self._offer_state(batches, block, state)
         return [
             offload

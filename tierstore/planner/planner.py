@@ -145,6 +145,7 @@ class OffloadPlanner:
             self._counters.add(Metric.FAILED_LOADS, label="gone")
             return None
         state.load_job = plan.command.job_id
+        state.has_kv = True
         self._in_flight.loads[plan.command.job_id] = LoadJob(plan.reservation, request_id)
         self._loads.append(plan.command)
         self._load_requests[plan.command.job_id] = request_id
@@ -184,7 +185,7 @@ class OffloadPlanner:
         for table in step.full_tables:
             state = self._requests.get(table.request_id)
             if state is not None:
-                state.replace_tables(table.block_ids)
+                state.replace_tables(table.block_ids, table.computed_tokens)
             for config in self._configs:
                 blocks = table.block_ids[config.spec.group_idx]
                 written.append(blocks[table.computed_tokens // config.spec.tokens_per_block :])
@@ -235,12 +236,12 @@ class OffloadPlanner:
     def reset(self) -> None:
         """Forget all cached chunks: the weights changed.
 
-        Requests that are running hold blocks of the old weights; they are not offloaded until
-        the engine schedules them anew.
+        Requests that are running or loading hold blocks of the old weights, and what they compute
+        next depends on them; nothing of it is offloaded until the engine starts them from nothing.
         """
         self._stack.reset()
         for state in self._requests.values():
-            state.stop_offloading()
+            state.outdate()
 
     def check(self) -> list[str]:
         """Verify that nothing leaks; return the problems in words (empty: sound)."""

@@ -37,6 +37,10 @@ class RequestOffloadState:
     load_job: JobId | None = None
     is_suppressed: bool = False
     """A load failed: this request is recomputed, and never asks the tiers again."""
+    has_kv: bool = False
+    """Something was computed for it, or is being loaded."""
+    is_outdated: bool = False
+    """The cache was reset under the request: what it computes comes after KV of the old weights."""
 
     @classmethod
     def build(
@@ -50,11 +54,14 @@ class RequestOffloadState:
         }
         return cls(block_hashes, groups)
 
-    def replace_tables(self, tables: Sequence[Sequence[int]]) -> None:
+    def replace_tables(self, tables: Sequence[Sequence[int]], computed_tokens: int) -> None:
         """Take full tables (admission, resumption): every chunk is offered again.
 
-        Chunks that the tiers still hold cost one lookup; those evicted since come back.
+        Chunks that the tiers still hold cost one lookup; those evicted since come back. An outdated
+        request is offered again only if it starts from nothing.
         """
+        self.has_kv = True
+        self.is_outdated &= computed_tokens > 0
         for group_idx, group in self.groups.items():
             group.block_ids = list(tables[group_idx])
             group.next_chunk = 0
@@ -65,12 +72,17 @@ class RequestOffloadState:
         for group_idx, group in self.groups.items():
             group.block_ids.extend(tables[group_idx])
 
-    def stop_offloading(self) -> None:
-        """Offer nothing until the next full tables (the cache was reset under the request)."""
-        self.next_ready_tokens = _NEVER
+    def outdate(self) -> None:
+        """Offer nothing that is computed from here on, if it comes after KV from before."""
+        if self.has_kv:
+            self.is_outdated = True
+            self.next_ready_tokens = _NEVER
 
     def expect_next_chunk(self) -> None:
         """Recompute `next_ready_tokens` after chunks were offered."""
+        if self.is_outdated:
+            self.next_ready_tokens = _NEVER
+            return
         self.next_ready_tokens = min(
             (
                 (group.next_chunk + 1) * group.config.tokens_per_chunk

@@ -12,6 +12,7 @@ from tierstore.metrics import Counters, Metric
 from tierstore.tier.cascade import Cascade
 from tierstore.tier.primary import PrimaryTier
 from tierstore.tier.reservation import LoadReservation
+from tierstore.tier.residency import ResidencyLog
 from tierstore.tier.secondary import SecondaryTier
 from tierstore.transfer import FailureReason, JobId, Place, Promote, TransferDone
 
@@ -40,6 +41,7 @@ class Promotions:
         cascades: Sequence[Cascade],
         doomed: AbstractSet[OffloadKey],
         counters: Counters,
+        residency: ResidencyLog | None,
     ) -> None:
         """Share the tiers with the stack; `groups` is indexed by group.
 
@@ -51,6 +53,7 @@ class Promotions:
         self._cascades = cascades
         self._doomed = doomed
         self._counters = counters
+        self._residency = residency
         self._late: dict[JobId, _Late] = {}
 
     def find(
@@ -112,6 +115,8 @@ class Promotions:
         if not keys:
             return
         self._primary.commit(keys[::-1])
+        if self._residency is not None:
+            self._residency.came(keys)
         for tier_idx, cascade in enumerate(self._cascades):
             if tier_idx == source_idx:
                 cascade.on_promoted(keys)

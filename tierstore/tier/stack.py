@@ -20,6 +20,7 @@ from tierstore.tier.cascade import Cascade
 from tierstore.tier.primary import PrimaryTier
 from tierstore.tier.promotion import Promotions
 from tierstore.tier.reservation import ChunkState, LoadReservation, OffloadReservation
+from tierstore.tier.residency import ResidencyLog
 from tierstore.tier.secondary import SecondaryTier
 from tierstore.transfer import Command, IntArray, JobId, Promote, TransferDone
 
@@ -43,6 +44,8 @@ class TierStack:
         secondaries: Sequence[SecondaryTier],
         cascades: Sequence[Cascade],
         counters: Counters,
+        *,
+        residency: ResidencyLog | None = None,
     ) -> None:
         """Take over the tiers; `secondaries` and `cascades` are in the order of the config."""
         self._groups = groups
@@ -50,6 +53,7 @@ class TierStack:
         self._secondaries = secondaries
         self._cascades = cascades
         self._counters = counters
+        self._residency = residency
         self._job_ids = itertools.count(1)
         # Chunks that were in flight when the tiers were reset: their bytes must not be found.
         self._doomed: set[OffloadKey] = set()
@@ -60,13 +64,20 @@ class TierStack:
             cascades=cascades,
             doomed=self._doomed,
             counters=counters,
+            residency=residency,
         )
 
     @classmethod
     def open(
-        cls, config: StoreConfig, manifest: Manifest, *, rank_count: int, counters: Counters
+        cls,
+        config: StoreConfig,
+        manifest: Manifest,
+        *,
+        rank_count: int,
+        counters: Counters,
+        residency: ResidencyLog | None = None,
     ) -> Self:
-        """Open the control half of all configured tiers.
+        """Open the control half of all configured tiers; `residency` is told what comes and goes.
 
         Raises:
             ConfigError: a capacity is too small.
@@ -103,7 +114,7 @@ class TierStack:
                 zip(config.secondary, secondaries, strict=True)
             )
         ]
-        return cls(groups, primary, secondaries, cascades, counters)
+        return cls(groups, primary, secondaries, cascades, counters, residency=residency)
 
     def close(self) -> None:
         """Finish the catalogs' queues and close them; idempotent."""
@@ -323,6 +334,8 @@ class TierStack:
         """
         for cascade in self._cascades:
             cascade.cancel()
+        if self._residency is not None:
+            self._residency.left(self._primary.coldest(len(self._primary)))
         self._doomed.update(self._primary.clear())
         self._doomed.update(self._primary.arriving)
         for secondary in self._secondaries:
@@ -344,6 +357,8 @@ class TierStack:
             return None
         if reservation.evicted:
             self._counters.add(Metric.EVICTED_CHUNKS, len(reservation.evicted), label=PRIMARY_NAME)
+            if self._residency is not None:
+                self._residency.left(reservation.evicted)
             for cascade in self._cascades:
                 cascade.on_evicted(reservation.evicted)
         self.demote_victims(group_idx, _DEMOTE_AHEAD * len(keys))

@@ -6,7 +6,8 @@ engine: what fails is logged, and vLLM computes what it would have computed with
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -22,6 +23,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from tierstore.config import StoreConfig, load_config
 from tierstore.errors import ConfigError, TierStoreError
 from tierstore.manifest import Manifest
+from tierstore_vllm.drain import drain
 from tierstore_vllm.identity import check_block_hashes
 from tierstore_vllm.layout import describe_engine
 from tierstore_vllm.messages import StepMetadata, WorkerHello, WorkerReport
@@ -31,7 +33,8 @@ from tierstore_vllm.worker import WorkerHalf
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -58,12 +61,18 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
             ConfigError: the configuration cannot work; the message says what to change.
         """
         super().__init__(vllm_config, role, kv_cache_config)
-        self._config = _load_store_config(vllm_config)
+        transfer_config = vllm_config.kv_transfer_config
+        self._config = _load_store_config(transfer_config)
         check_block_hashes(vllm_config, self._config)
         self._worker: WorkerHalf | None = None
         self._scheduler: SchedulerHalf | None = None
         if role is KVConnectorRole.WORKER:
             self._worker = WorkerHalf(vllm_config, kv_cache_config, self._config)
+        elif transfer_config.kv_load_failure_policy == "fail":
+            _logger.warning(
+                "kv_load_failure_policy is 'fail': a chunk that is lost ends its request with an "
+                "error; set it to 'recompute'"
+            )
 
     # Class level: what vLLM asks before it builds anything.
 
@@ -161,7 +170,14 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if manifest is not None:
             try:
                 shape = describe_engine(self._vllm_config, self._kv_cache_config)
-                self._scheduler = SchedulerHalf.open(self._config, manifest, shape)
+                events = self._vllm_config.kv_events_config
+                self._scheduler = SchedulerHalf.open(
+                    self._config,
+                    manifest,
+                    shape,
+                    publishes_events=events is not None and events.enable_kv_cache_events,
+                )
+                _share_shutdown(hellos, self._scheduler)
             except ConfigError:
                 raise
             except TierStoreError as error:
@@ -223,6 +239,10 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.request_finished(request)
         return False, None
 
+    def take_events(self) -> "Iterable[KVCacheEvent]":
+        """Return what came to and left host memory since the last call, for vLLM's publisher."""
+        return () if self._scheduler is None else self._scheduler.take_events()
+
     def has_pending_push_work(self) -> bool:
         """Keep the engine stepping while answers are outstanding."""
         return self._scheduler is not None and self._scheduler.has_work()
@@ -252,21 +272,39 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker
 
 
-def _load_store_config(vllm_config: "VllmConfig") -> StoreConfig:
+def _load_store_config(transfer_config: "KVTransferConfig") -> StoreConfig:
     """Load the one key that `kv_connector_extra_config` has."""
-    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-    unknown = sorted(name for name in extra if name.startswith("tierstore") and name != _CONFIG_KEY)
-    if unknown or _CONFIG_KEY not in extra:
+    if transfer_config.kv_role != "kv_both":
         raise ConfigError(
-            f"kv_connector_extra_config: expected the key {_CONFIG_KEY!r} with the path of a YAML "
-            f"file or the same mapping inline, got {unknown or sorted(extra)}"
+            f"kv_role: expected 'kv_both', since tierstore both offloads and loads, "
+            f"got {transfer_config.kv_role!r}"
         )
-    return load_config(extra[_CONFIG_KEY])
+    extra = transfer_config.kv_connector_extra_config
+    source = extra.get(_CONFIG_KEY)
+    if len(extra) != 1 or not isinstance(source, str | Mapping):
+        # Another key is a slip or another connector's: what it asks for would not happen.
+        raise ConfigError(
+            f"kv_connector_extra_config: expected the one key {_CONFIG_KEY!r} with the path of a "
+            f"YAML file or the same mapping inline, got {extra}"
+        )
+    return load_config(source)
 
 
 def _step(metadata: KVConnectorMetadata) -> StepMetadata:
     assert isinstance(metadata, StepMetadata), type(metadata)
     return metadata
+
+
+def _share_shutdown(hellos: Sequence[WorkerHello], scheduler: SchedulerHalf) -> None:
+    """Let a worker half in this process finish, with the scheduler half, what steps would have.
+
+    vLLM shuts the worker down first and takes no step any more. With workers in other processes
+    there is an engine process, which steps on until `has_pending_push_work` is False.
+    """
+    workers = [hello.local_worker for hello in hellos]
+    if len(workers) == 1 and workers[0] is not None:
+        worker = workers[0]
+        worker.before_close = partial(drain, worker, scheduler)
 
 
 def _agree(hellos: Iterable[WorkerHello]) -> tuple[str, Manifest | None]:

@@ -8,7 +8,7 @@ All of them are pickled by vLLM, so they hold plain data and stay small.
 """
 
 from dataclasses import dataclass, field
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -18,6 +18,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from tierstore.manifest import Manifest
 from tierstore.transfer import FailureReason, JobId, StepPlan, TransferDone
+
+if TYPE_CHECKING:
+    from tierstore_vllm.worker import WorkerHalf
 
 __all__ = ["RankAnswer", "RankTally", "StepMetadata", "WorkerHello", "WorkerReport"]
 
@@ -34,6 +37,12 @@ class WorkerHello(KVConnectorHandshakeMetadata):
     """None: this rank caches nothing."""
     refusal: str = ""
     """Why not, for the scheduler's log."""
+    local_worker: "WorkerHalf | None" = field(default=None, repr=False, compare=False)
+    """The rank's worker half itself, if it lives in the process of the scheduler."""
+
+    def __reduce__(self) -> tuple[type[Self], tuple[Manifest | None, str]]:
+        """Leave the worker half behind on the way to another process."""
+        return type(self), (self.manifest, self.refusal)
 
 
 @dataclass(slots=True)
@@ -94,6 +103,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """The answers of one step, of one rank or merged over several."""
 
     answers: dict[JobId, RankAnswer] = field(default_factory=dict)
+    has_given_up: bool = False
+    """Some rank moves no bytes any more."""
 
     def add(self, job_id: JobId, answer: RankAnswer) -> None:
         """Merge what was said about one job."""
@@ -106,6 +117,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
         assert isinstance(other, WorkerReport), type(other)
         for job_id, answer in other.answers.items():
             self.add(job_id, answer)
+        self.has_given_up |= other.has_given_up
         return self
 
 

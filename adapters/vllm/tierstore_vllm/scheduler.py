@@ -5,6 +5,7 @@
     update_state_after_alloc     begin_load        pins what the promised hit needs
     build_connector_meta         plan_step         every step, empty ones too
     take_report                  complete
+    take_events                  (what the tiers say of their own accord)
     request_finished             finish_request
 
 No hook raises. A request whose hook failed is computed without the cache; after a few failures, or
@@ -14,7 +15,7 @@ kept: a request that waits for a load is in the next step's metadata, with its l
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
@@ -23,15 +24,18 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from tierstore.config import StoreConfig
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters
-from tierstore.planner import HitSplit, LoadTarget, OffloadPlanner, PlannedStep
+from tierstore.planner import EngineStep, HitSplit, LoadTarget, OffloadPlanner, PlannedStep
+from tierstore.tier.residency import ResidencyLog
 from tierstore.tier.stack import TierStack
 from tierstore.transfer import StepPlan
+from tierstore_vllm.events import EventSource
 from tierstore_vllm.layout import EngineShape
 from tierstore_vllm.messages import RankTally, StepMetadata, WorkerReport
 from tierstore_vllm.stats import StatsSource, TierStoreStats
 from tierstore_vllm.step import StepReader
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
@@ -42,6 +46,8 @@ _logger = logging.getLogger(__name__)
 
 _FAILURE_COUNT_MAX = 8
 """Failed hooks of single requests after which nothing is cached any more."""
+
+_CACHE_PARAM = "tierstore.cache"
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
@@ -73,6 +79,18 @@ class _Question:
     split: HitSplit | None = None
 
 
+def _may_be_cached(request: "Request") -> bool:
+    """Read the request's own parameter; what cannot be understood is not cached."""
+    value = (request.kv_transfer_params or {}).get(_CACHE_PARAM, True)
+    if not isinstance(value, bool):
+        _logger.warning(
+            "request is not cached: kv_transfer_params.%s=%r, expected true or false",
+            _CACHE_PARAM,
+            value,
+        )
+    return value is True
+
+
 class SchedulerHalf:
     """The control plane behind vLLM's scheduler hooks. One thread."""
 
@@ -84,12 +102,14 @@ class SchedulerHalf:
         counters: Counters,
         *,
         offload_decode: bool = True,
+        residency: ResidencyLog | None = None,
     ) -> None:
-        """Take over open tiers; `close` closes them."""
+        """Take over open tiers; `close` closes them. `residency` is what the stack writes to."""
         self._stack = stack
         self._stats = StatsSource(counters)
         self._tally = RankTally(shape.rank_count)
         self._groups = manifest.group_specs()
+        self._events = None if residency is None else EventSource(residency, self._groups)
         self._planner = OffloadPlanner(
             self._groups,
             manifest.namespace,
@@ -103,21 +123,45 @@ class SchedulerHalf:
         self._promised: set[str] = set()
         """Requests that wait for a load of which no worker was told yet."""
         self._reader = StepReader(self._requests, self._planner.completes_chunk, offload_decode)
+        self._last_report: WorkerReport | None = None
         self._failure_count = 0
         self._failure_causes: set[tuple[str, str]] = set()
         self.has_given_up = False
 
     @classmethod
-    def open(cls, config: StoreConfig, manifest: Manifest, shape: EngineShape) -> Self:
+    def open(
+        cls,
+        config: StoreConfig,
+        manifest: Manifest,
+        shape: EngineShape,
+        *,
+        publishes_events: bool = False,
+    ) -> Self:
         """Open the tiers of the engine whose ranks agreed on `manifest`.
+
+        `publishes_events`: somebody calls `take_events` at every step.
 
         Raises:
             ConfigError: a capacity is too small.
             CatalogError, ManifestError: a secondary tier cannot be opened.
         """
         counters = Counters()
-        stack = TierStack.open(config, manifest, rank_count=shape.rank_count, counters=counters)
-        return cls(stack, manifest, shape, counters, offload_decode=config.offload.decode)
+        residency = ResidencyLog() if publishes_events else None
+        stack = TierStack.open(
+            config,
+            manifest,
+            rank_count=shape.rank_count,
+            counters=counters,
+            residency=residency,
+        )
+        return cls(
+            stack,
+            manifest,
+            shape,
+            counters,
+            offload_decode=config.offload.decode,
+            residency=residency,
+        )
 
     @_guarded(None, is_fatal=False)
     def on_new_request(self, request: "Request") -> None:
@@ -125,8 +169,9 @@ class SchedulerHalf:
 
         A LoRA request stays unknown, so that nothing is cached for it: its block hashes name the
         adapter but not its content, and a retrained adapter would be answered from its old cache.
+        So does one that says `"tierstore.cache": false` in its `kv_transfer_params`.
         """
-        if request.lora_request is not None:
+        if request.lora_request is not None or not _may_be_cached(request):
             return
         self._requests[request.request_id] = request
         self._planner.add_request(request.request_id, request.block_hashes)
@@ -187,21 +232,41 @@ class SchedulerHalf:
 
     def build_connector_meta(self, output: "SchedulerOutput") -> StepMetadata:
         """Plan the transfers around this step."""
-        planned = self._plan(output)
+        return self._announce(self._plan(output))
+
+    def plan_idle_step(self) -> StepMetadata:
+        """Plan what became possible without any request; for a step that vLLM does not take."""
+        return self._announce(self._plan(None))
+
+    def _announce(self, planned: PlannedStep) -> StepMetadata:
         failed = self._promised.union(planned.failed_requests)
         failed.difference_update(planned.load_requests.values())
         self._promised.clear()
         return StepMetadata(planned.plan, planned.load_requests, tuple(failed))
 
     @_guarded(PlannedStep(StepPlan()), is_fatal=True)
-    def _plan(self, output: "SchedulerOutput") -> PlannedStep:
-        return self._planner.plan_step(self._reader.read(output))
+    def _plan(self, output: "SchedulerOutput | None") -> PlannedStep:
+        step = EngineStep() if output is None else self._reader.read(output)
+        return self._planner.plan_step(step)
 
     @_guarded(None, is_fatal=True)
     def take_report(self, report: WorkerReport) -> None:
         """Take the workers' answers; publish what all ranks have."""
+        self._last_report = report
         for done in self._tally.add(report):
             self._planner.complete(done)
+        if report.has_given_up:
+            # Its every load would fail, and vLLM may end the requests that wait for them.
+            self._give_up("a worker moves no bytes any more")
+
+    def take_missed_reports(self, reports: Sequence[WorkerReport]) -> None:
+        """Take those of a local worker's last reports that vLLM did not deliver.
+
+        With asynchronous scheduling it may be shut down before it looked at its last steps.
+        """
+        taken = [i for i, report in enumerate(reports) if report is self._last_report]
+        for report in reports[taken[-1] + 1 if taken else 0 :]:
+            self.take_report(report)
 
     @_guarded(None, is_fatal=False)
     def request_finished(self, request: "Request") -> None:
@@ -218,6 +283,10 @@ class SchedulerHalf:
     @_guarded(True, is_fatal=True)
     def reset_cache(self) -> bool:
         """Forget all cached chunks."""
+        _logger.warning(
+            "cache was reset; if weights were changed in place, what is stored from now on must be "
+            "removed before an engine loads the original weights"
+        )
         self._planner.reset()
         return True
 
@@ -225,6 +294,11 @@ class SchedulerHalf:
     def take_stats(self) -> TierStoreStats | None:
         """Return what was counted since the last call."""
         return self._stats.take()
+
+    @_guarded((), is_fatal=False)
+    def take_events(self) -> "Sequence[KVCacheEvent]":
+        """Return what came to and left the primary tier since the last call."""
+        return () if self._events is None else self._events.take()
 
     def check(self) -> list[str]:
         """Return what leaks or contradicts itself, in words (empty: sound)."""
@@ -250,5 +324,9 @@ class SchedulerHalf:
             _logger.error("scheduler hook failed: hook=%s cause=%s", *cause, exc_info=error)
         self._failure_count += 1
         if is_fatal or self._failure_count >= _FAILURE_COUNT_MAX:
+            self._give_up(f"{self._failure_count} failed hooks")
+
+    def _give_up(self, cause: str) -> None:
+        if not self.has_given_up:
             self.has_given_up = True
-            _logger.error("tierstore caches nothing from now on: failures=%d", self._failure_count)
+            _logger.error("tierstore caches nothing from now on: cause=%s", cause)

@@ -11,7 +11,8 @@ since vLLM keeps its request waiting until then.
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -47,6 +48,11 @@ _logger = logging.getLogger(__name__)
 _DRAIN_SECONDS = 30.0
 """How long sleep and shutdown wait for what was accepted."""
 
+_ABANDON_SECONDS = 2.0
+"""How long the engine's step waits, once, for the transfers of an executor that is given up."""
+
+_WAIT_SECONDS = 0.001
+
 
 class WorkerHalf:
     """One rank's data plane behind vLLM's worker hooks. One thread."""
@@ -58,7 +64,7 @@ class WorkerHalf:
         self._kv_cache_config = kv_cache_config
         self._config = config
         self._counters = Counters()
-        self._stats = StatsSource(self._counters)
+        self._stats: StatsSource | None = StatsSource(self._counters)
         self._executor: TransferExecutor | None = None
         self._hello = WorkerHello(None, "vLLM registered no KV caches")
         self._open_jobs: dict[JobId, Command] = {}
@@ -67,6 +73,9 @@ class WorkerHalf:
         """Open jobs whose first answer said that they are late."""
         self._results = KVConnectorTransferResults()
         self._report = WorkerReport()
+        self._recent_reports: deque[WorkerReport] = deque(maxlen=vllm_config.max_concurrent_batches)
+        self.before_close: Callable[[], None] = _nothing
+        """What the scheduler half of the same process has to do first."""
 
     def register(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         """Describe the KV caches and open the executor.
@@ -88,7 +97,7 @@ class WorkerHalf:
         except MemoryError as error:
             raise ConfigError(f"primary.capacity: lower it, {error}") from error
         else:
-            self._hello = WorkerHello(layout.manifest)
+            self._hello = WorkerHello(layout.manifest, local_worker=self)
 
     def _open_executor(self, layout: WorkerLayout) -> TransferExecutor:
         parallel = self._vllm_config.parallel_config
@@ -143,14 +152,31 @@ class WorkerHalf:
 
     def take_report(self) -> WorkerReport | None:
         """Return the answers for the scheduler half; None when there are none."""
-        if not self._report.answers:
+        if not self._report.answers and not self._report.has_given_up:
             return None
         report, self._report = self._report, WorkerReport()
+        self._recent_reports.append(report)
         return report
+
+    @property
+    def recent_reports(self) -> Sequence[WorkerReport]:
+        """The reports of the last steps, as many as vLLM may not have looked at yet."""
+        return tuple(self._recent_reports)
+
+    def wait(self) -> None:
+        """Wait a moment for the next answer."""
+        self._guard("wait", lambda executor: executor.wait(_WAIT_SECONDS))
 
     def take_stats(self) -> TierStoreStats | None:
         """Return what was counted since the last call."""
-        return self._stats.take()
+        if self._stats is None:
+            return None
+        try:
+            return self._stats.take()
+        except Exception:  # the outermost frame below the engine
+            _logger.exception("statistics failed, this rank reports none any more")
+            self._stats = None
+            return None
 
     def suspend(self) -> None:
         """Finish what is under way before vLLM unmaps the KV caches (sleep mode)."""
@@ -158,6 +184,8 @@ class WorkerHalf:
 
     def close(self) -> None:
         """Finish what was accepted and stop; idempotent."""
+        before_close, self.before_close = self.before_close, _nothing
+        before_close()
         self._guard("drain", lambda executor: self._answer(executor.drain(_DRAIN_SECONDS)))
         self._guard("close", lambda executor: executor.close())
         self._executor = None
@@ -178,11 +206,7 @@ class WorkerHalf:
                     self._results.failed_recving.add(request_id)
 
     def _guard(self, what: str, call: Callable[[TransferExecutor], None]) -> None:
-        """Run one call of the executor; should it raise, go on without a cache.
-
-        The executor is closed before its jobs are declared failed: a copy that is still running
-        must not write into blocks that vLLM has given to somebody else.
-        """
+        """Run one call of the executor; should it raise, go on without a cache."""
         if self._executor is None:
             return
         try:
@@ -190,14 +214,35 @@ class WorkerHalf:
         except Exception:  # the outermost frame below the engine
             _logger.exception("executor failed, this rank caches no more: call=%s", what)
             executor, self._executor = self._executor, None
-            try:
-                executor.close()
-            except Exception:  # as above; the executor is given up anyway
-                _logger.exception("executor could not be closed")
+            self._abandon(executor)
             self._fail_open_jobs()
 
+    def _abandon(self, executor: TransferExecutor) -> None:
+        """Stop the executor before its jobs are declared failed.
+
+        From then on vLLM gives their blocks to others, and no copy may write to them any more. Also
+        if a thread hangs in its I/O, `close` lets it start no copy.
+        """
+        try:
+            executor.close(_ABANDON_SECONDS)
+        except Exception:  # as above; the executor is given up anyway
+            _logger.exception("executor could not be closed")
+        self._report.has_given_up = True
+
     def _fail_open_jobs(self) -> None:
-        self._answer([_failure(command) for command in self._open_jobs.values()])
+        """Answer every command, and report every load that a request waits for, just once."""
+        for job_id, command in self._open_jobs.items():
+            again = job_id in self._late_jobs
+            self._report.add(job_id, RankAnswer.of(_failure(command), again=again))
+        self._results.finished_recving.update(self._load_requests.values())
+        self._results.failed_recving.update(self._load_requests.values())
+        self._open_jobs.clear()
+        self._late_jobs.clear()
+        self._load_requests.clear()
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 def _current_stream() -> int:

@@ -1,0 +1,222 @@
+"""One engine with everything in this process, to be disturbed: `python disturbing.py job result`.
+
+`Lab` drives the engine, reads vLLM's own counters, and looks into both halves of the connector.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from engine import read_metrics
+
+__all__ = ["SEAMS", "Lab", "main"]
+
+_IDLE_STEPS_MAX = 4000
+_TINY_PROMPT = [7]
+"""Less than a block, so never stored; its answer carries the statistics of the steps before."""
+
+# What may raise below each hook of the connector: an attribute path from the lab, and the hook.
+SEAMS = {
+    "half._planner.add_request": "on_new_request",
+    "half._planner.match": "get_num_new_matched_tokens",
+    "half._planner.begin_load": "update_state_after_alloc",
+    "half._stack.reserve_load": "update_state_after_alloc, half done",
+    "half._questions.get": "get_external_cache_hit_sources",
+    "half._planner.plan_step": "build_connector_meta",
+    "half._stack.commands": "build_connector_meta, half done",
+    "half._stack.reserve_offload": "build_connector_meta, offloads half done",
+    "half._planner.complete": "update_connector_output",
+    "half._stack.finish_load": "update_connector_output, half done",
+    "half._planner.finish_request": "request_finished_all_groups",
+    "half._planner.has_work": "has_pending_push_work",
+    "half._planner.reset": "reset_cache",
+    "half._stats.take": "get_kv_connector_stats",
+    "worker._executor.submit": "start_load_kv, wait_for_save",
+    "worker._executor._engine.submit_offload": "wait_for_save, half done",
+    "worker._executor._engine.submit_load": "start_load_kv, in an I/O thread",
+    "worker._executor._tiers.0.backend.read": "start_load_kv, in an I/O thread",
+    "worker._executor._tiers.0.backend.write": "start_load_kv, in an I/O thread",
+    "worker._executor.poll": "get_transfer_results",
+    "worker._executor._engine.poll": "get_transfer_results, half done",
+    "worker._stats.take": "get_kv_connector_stats",
+}
+
+
+class Lab:
+    """An engine whose prompts are asked one after the other, so that answers compare exactly."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        self.prompts: list[list[int]] = job["prompts"]
+        self.tier_path = Path(job["config"]["secondary"][0]["path"])
+        self.llm = LLM(
+            job["model"],
+            dtype=job["dtype"],
+            enforce_eager=True,
+            max_model_len=4096,
+            block_size=32,
+            seed=0,
+            skip_tokenizer_init=True,
+            disable_log_stats=False,
+            enable_prefix_caching=True,
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="SlowConnector",
+                kv_connector_module_path="slow",
+                kv_role="kv_both",
+                kv_load_failure_policy=job["load_failure_policy"],
+                kv_connector_extra_config={"tierstore.config": job["config"]},
+            ),
+        )
+        self.engine = self.llm.llm_engine
+        self.scheduler = self.engine.engine_core.engine_core.scheduler
+        self.connector = self.scheduler.connector
+        self.worker_connector = get_kv_transfer_group()
+
+    @property
+    def half(self) -> Any:
+        """The scheduler half."""
+        return self.connector._scheduler
+
+    @property
+    def worker(self) -> Any:
+        """The worker half."""
+        return self.worker_connector._worker
+
+    def ask(self, prompts: list[list[int]], *, salt: str | None = None) -> dict[str, Any]:
+        """Answer prompts one after the other."""
+        outputs = [self._generate(prompt, salt) for prompt in prompts]
+        return {
+            "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+            "cached": [output.num_cached_tokens or 0 for output in outputs],
+            "reasons": [str(output.outputs[0].finish_reason) for output in outputs],
+        }
+
+    def _generate(self, prompt: list[int], salt: str | None = None) -> Any:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=6, detokenize=False, ignore_eos=True)
+        asked: dict[str, Any] = {"prompt_token_ids": prompt}
+        if salt is not None:
+            asked["cache_salt"] = salt
+        return self.llm.generate([asked], sampling, use_tqdm=False)[0]
+
+    def submit(self, name: str, prompt: list[int]) -> None:
+        """Add a request without stepping."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=6, detokenize=False, ignore_eos=True)
+        self.engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+
+    def finish(self) -> dict[str, list[int]]:
+        """Step until every submitted request has ended; return the tokens by name."""
+        tokens: dict[str, list[int]] = {}
+        while self.engine.has_unfinished_requests():
+            for output in self.engine.step():
+                if output.finished:
+                    tokens[output.request_id] = list(output.outputs[0].token_ids)
+        return tokens
+
+    def idle(self) -> None:
+        """Step until the connector has nothing to do."""
+        for _ in range(_IDLE_STEPS_MAX):
+            if not self.half.has_work():
+                return
+            self.engine.step()
+            time.sleep(0.0005)
+        raise RuntimeError("the connector does not come to rest")
+
+    def forget_gpu(self) -> bool:
+        """Empty the engine's own cache, at the first attempt: nothing holds a block."""
+        self.idle()
+        return bool(self.llm.reset_prefix_cache())
+
+    def forget_memory(self) -> bool:
+        """Empty the engine's cache and the primary tier: only the disk can hit."""
+        fresh = self.forget_gpu()
+        held = self.half._stack.primary.clear()
+        return fresh and not held
+
+    def check(self) -> list[str]:
+        """Name what leaked."""
+        self.idle()
+        stack = self.half._stack
+        problems = list(self.half.check())
+        if stack.primary._pins:
+            problems.append(f"{len(stack.primary._pins)} chunks stay pinned in memory")
+        if stack.primary.arriving:
+            problems.append(f"{len(stack.primary.arriving)} chunks stay arriving")
+        problems += [
+            f"{len(tier._pins)} records stay pinned" for tier in stack.secondaries if tier._pins
+        ]
+        if self.worker._open_jobs or self.worker._load_requests:
+            problems.append("the worker half has jobs that nobody answers")
+        if not self.llm.reset_prefix_cache():
+            problems.append("the engine's prefix cache cannot be reset: blocks leaked")
+        return problems
+
+    def metrics(self) -> dict[str, float]:
+        """Return all counters, those of the last step included."""
+        self._generate(_TINY_PROMPT)
+        self._generate(_TINY_PROMPT)
+        return read_metrics(self.llm)
+
+    @contextmanager
+    def counting(self, deltas: dict[str, float]) -> Iterator[None]:
+        """Fill `deltas` with what the block adds to the counters."""
+        before = self.metrics()
+        yield
+        after = self.metrics()
+        deltas.update(
+            {
+                name: after[name] - before.get(name, 0)
+                for name in after
+                if after[name] != before.get(name, 0)
+            }
+        )
+
+    def reopen(self) -> None:
+        """Replace both halves by fresh ones, as when the engine started."""
+        from tierstore_vllm.worker import WorkerHalf
+
+        self.worker.close()
+        self.half.close()
+        old = self.worker_connector
+        old._worker = WorkerHalf(old._vllm_config, old._kv_cache_config, old._config)
+        old._worker.register(old.kv_caches)
+        self.connector._scheduler = None
+        self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): old._worker.hello})
+
+    @property
+    def files(self) -> Any:
+        """The segment files as the tier's backend has them open."""
+        backend = self.worker._executor._tiers[0].backend
+        while not hasattr(backend, "_files"):
+            backend = backend._backend
+        return backend._files
+
+    def segments(self) -> list[Path]:
+        """Return the tier's segment files."""
+        return sorted((self.tier_path / "rank0").glob("*.seg"))
+
+    def close(self) -> None:
+        self.engine.engine_core.shutdown()
+
+
+def main(phases: dict[str, Callable[[Lab], dict[str, Any]]]) -> None:
+    """Run the phases that the job names, in order, against one engine; write what they found."""
+    job = json.loads(Path(sys.argv[1]).read_text())
+    lab = Lab(job)
+    found: dict[str, Any] = {"cold": lab.ask(lab.prompts)}
+    for name in job["phases"]:
+        print(f"--- {name}", flush=True)
+        found[name] = phases[name](lab)
+        found[name]["problems"] = lab.check()
+        Path(sys.argv[2]).write_text(json.dumps(found))
+    lab.close()
