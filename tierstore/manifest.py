@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
@@ -124,14 +126,49 @@ class Manifest:
         Raises:
             ManifestError: `stored_json` is not a manifest.
         """
+        return _in_words(self._differing(stored_json))
+
+    def nearest_difference(self, stored_jsons: Iterable[bytes]) -> str | None:
+        """Say how the most similar of the stored manifests of the same model differs from this one.
+
+        None when no other manifest of this model is stored; what is no manifest does not count.
+        """
+        kin: list[dict[str, tuple[object, object]]] = []
+        for stored_json in stored_jsons:
+            with suppress(ManifestError):
+                kin.append(self._differing(stored_json))
+        return _in_words(min((d for d in kin if d and "model" not in d), key=len, default={}))
+
+    def _differing(self, stored_json: bytes) -> dict[str, tuple[object, object]]:
+        """Return what is stored and what is ours, by the name of each field that differs."""
         if stored_json == self.canonical_json:
-            return None
+            return {}
         try:
-            theirs = json.loads(stored_json)
+            theirs = _flat(json.loads(stored_json))
         except ValueError as error:
             raise ManifestError(f"stored manifest is not JSON: {error}") from error
-        ours = json.loads(self.canonical_json)
+        ours = _flat(json.loads(self.canonical_json))
         names = sorted(name for name in ours | theirs if ours.get(name) != theirs.get(name))
-        return "; ".join(
-            f"{name}: stored {theirs.get(name)!r}, ours {ours.get(name)!r}" for name in names
-        )
+        return {name: (theirs.get(name), ours.get(name)) for name in names}
+
+
+def _in_words(differing: Mapping[str, tuple[object, object]]) -> str | None:
+    return (
+        "; ".join(f"{name}: stored {old!r}, ours {new!r}" for name, (old, new) in differing.items())
+        or None
+    )
+
+
+def _flat(facts: object) -> dict[str, object]:
+    """Return a manifest's JSON with each pair of `extra` as a field of its own.
+
+    Raises:
+        ManifestError: it is no object.
+    """
+    if not isinstance(facts, dict):
+        raise ManifestError(f"stored manifest is not an object: {facts!r}")
+    extra = facts.pop("extra", ())
+    pairs = [
+        pair for pair in extra if isinstance(pair, list) and len(pair) == len(("name", "value"))
+    ]
+    return facts | {f"extra.{name}": value for name, value in pairs}

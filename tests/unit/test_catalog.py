@@ -1,6 +1,7 @@
 """The catalog against a model, on a disk that is only counted."""
 
 import collections
+import dataclasses
 import random
 
 import numpy as np
@@ -332,6 +333,33 @@ def test_the_map_of_the_geometry_has_room_for_random_keys_under_steady_eviction(
     assert harness.catalog._env.used_bytes() <= geometry.catalog_map_bytes // 2
     assert harness.catalog.stats().evicted_count > 8000
     harness.catalog.close()
+
+
+def open_with(harness, manifest):
+    Catalog.open(harness.config, manifest, rank_count=harness.ranks).close()
+
+
+def test_a_model_that_starts_cold_on_a_path_with_its_chunks_is_told_why(tmp_path, caplog):
+    harness = Harness(tmp_path)
+    first = harness.manifest
+    with harness.catalog._env.write() as txn:
+        txn.put(b"no json!", b"{", db=harness.catalog._databases.namespaces)
+    harness.catalog.close()
+    open_with(harness, Manifest.simple("another model", first.chunk_bytes(0)))
+    assert caplog.messages == []
+    extra = (("dtype", "bfloat16"), ("load_format", "auto"))
+    second = dataclasses.replace(first, revision="v2", extra=extra)
+    open_with(harness, second)
+    third = dataclasses.replace(second, extra=(("dtype", "float16"), ("load_format", "auto")))
+    open_with(harness, third)
+    open_with(harness, third)
+    cold = "chunks of the same model are stored under another identity and will not be found: "
+    revised, retyped = caplog.messages
+    assert revised == (
+        f"{cold}secondary=t extra.dtype: stored None, ours 'bfloat16'; "
+        "extra.load_format: stored None, ours 'auto'; revision: stored '', ours 'v2'"
+    )
+    assert retyped == f"{cold}secondary=t extra.dtype: stored 'bfloat16', ours 'float16'"
 
 
 def test_another_manifest_under_the_same_namespace_is_refused(tmp_path):

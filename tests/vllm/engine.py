@@ -44,6 +44,10 @@ class Round:
     """Empty the engine's own prefix cache first: only tierstore can hit then."""
     one_by_one: bool = False
     """Generate for each prompt alone, after the one before."""
+    waits_for: str | None = None
+    """A file: the round begins when it is there (another engine has done its part)."""
+    announces: str | None = None
+    """A file that is made when the round is over and tierstore has written what it stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +157,8 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
     prompts: dict[str, list[list[int]]] = {}
     rounds: dict[str, list[dict[str, Any]]] = {}
     for name, batch in job["rounds"].items():
+        if batch["waits_for"]:
+            _wait_for(Path(batch["waits_for"]))
         if batch["reset"]:
             _reset(llm)
         sampling = SamplingParams(
@@ -170,6 +176,8 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
             for some in batches
             for output in llm.generate(some, sampling, use_tqdm=False)
         ]
+        if batch["announces"]:
+            _announce(llm, Path(batch["announces"]))
     metrics = read_metrics(llm)
     if job["ends"] == "sigterm":
         _terminate(llm)
@@ -199,12 +207,12 @@ def _terminate(llm: Any) -> None:
     processes = llm.llm_engine.engine_core.resources.engine_manager.processes
     for process in processes:
         os.kill(process.pid, signal.SIGTERM)
-    gone: set[Any] = set()
-    while len(gone) < len(processes):
-        ended = wait([process.sentinel for process in processes], timeout=60)
-        if not set(ended) - gone:
+    left = {process.sentinel for process in processes}
+    while left:
+        ended = wait(left, timeout=60)
+        if not ended:
             raise RuntimeError("the engine's process goes on after SIGTERM")
-        gone.update(ended)
+        left.difference_update(ended)
 
 
 def _prompts(
@@ -215,6 +223,31 @@ def _prompts(
         return batch["prompts"]
     turns = zip(prompts[earlier], rounds[earlier], batch["prompts"], strict=True)
     return [prompt + answer["tokens"] + more for prompt, answer, more in turns]
+
+
+def _wait_for(file: Path) -> None:
+    for _ in range(2400):
+        if file.exists():
+            return
+        time.sleep(0.05)
+    raise RuntimeError(f"{file} does not appear")
+
+
+def _announce(llm: Any, file: Path) -> None:
+    from vllm import SamplingParams
+
+    for _ in range(200):
+        sums: dict[str, float] = {}
+        for metric in llm.get_metrics():
+            sums[metric.name] = sums.get(metric.name, 0) + getattr(metric, "value", 0)
+        stored = sums.get("vllm:tierstore_offloaded_chunks", 0)
+        if stored and sums.get("vllm:tierstore_demoted_chunks", 0) >= stored:
+            file.touch()
+            return
+        # Counters come with the answers to requests; this one is too short to be stored.
+        tiny = SamplingParams(temperature=0, max_tokens=2, detokenize=False)
+        llm.generate([{"prompt_token_ids": [7]}], tiny, use_tqdm=False)
+    raise RuntimeError("tierstore does not finish its writes")
 
 
 def _reset(llm: Any) -> None:

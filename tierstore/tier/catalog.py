@@ -4,6 +4,7 @@ One LMDB environment per path, shared by all processes. Synchronous and without 
 in the calling thread, writes in whichever thread opens a `transaction`.
 """
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from tierstore.tier.space import Space
 from tierstore.transfer import Place
 
 __all__ = ["Catalog", "SecondaryStats"]
+
+_logger = logging.getLogger(__name__)
 
 _BACKENDS = ("file", "lmdb")
 _NO_PINS: Mapping[OffloadKey, int] = {}
@@ -217,6 +220,15 @@ def _enter_manifest(
 ) -> None:
     stored = txn.get(manifest.namespace, db=databases.namespaces)
     if stored is None:
+        with txn.cursor(db=databases.namespaces) as others:
+            difference = manifest.nearest_difference(bytes(json) for _, json in others)
+        if difference is not None:
+            _logger.warning(
+                "chunks of the same model are stored under another identity and will not be "
+                "found: secondary=%s %s",
+                config.name,
+                difference,
+            )
         txn.put(manifest.namespace, manifest.canonical_json, db=databases.namespaces)
         return
     difference = manifest.difference(stored)

@@ -12,11 +12,15 @@ from tierstore.config import StoreConfig
 from tierstore.errors import ConfigError
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 __all__ = ["EngineIdentity", "check_block_hashes", "describe_identity"]
 
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
+_HARMLESS_SUFFIXES = (".json", ".jinja", ".md", ".txt")
+"""Files beside the weights that decide no byte, or are digested as `hf_config`."""
+_DRAFTS_WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix")
+"""Ways to guess tokens without a model; for them vLLM names the target as the draft model."""
+_PAGE_SWITCHES = ("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "VLLM_SSM_CONV_STATE_LAYOUT")
 _SAMPLE_COUNT, _SAMPLE_BYTES = 16, 4096
 
 
@@ -54,12 +58,9 @@ def describe_identity(vllm_config: "VllmConfig") -> EngineIdentity:
     """Say what decides the bytes of a block besides its hash and the KV cache configuration."""
     from vllm import __version__ as vllm_version
 
-    model = vllm_config.model_config
     parallel = vllm_config.parallel_config
     algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
-    path = Path(model.model)
-    hf_config = model.hf_config
-    revision = str(getattr(hf_config, "_commit_hash", None) or model.revision or "")
+    model = _describe_model(vllm_config.model_config)
     shards = (
         f"tp{parallel.tensor_parallel_size}-pp{parallel.pipeline_parallel_size}"
         f"-dcp{parallel.decode_context_parallel_size}-pcp{parallel.prefill_context_parallel_size}"
@@ -67,20 +68,112 @@ def describe_identity(vllm_config: "VllmConfig") -> EngineIdentity:
     return EngineIdentity(
         # Pages may change their inner order in any minor release, so a new one starts cold.
         engine="vllm-" + ".".join(vllm_version.split(".")[:2]),
-        model=path.resolve().name if path.is_dir() else str(model.model),
-        revision=_weights_digest(path) if path.is_dir() else revision,
-        quantization=str(model.quantization or ""),
+        model=model.name,
+        revision=model.revision,
+        quantization=model.quantization,
         hash_algorithm=algorithm,
         hash_seed=_hash_seed(algorithm) or "random",
         parallel_shape=shards,
         extra=(
             ("attention_backends", _attention_backends(vllm_config)),
+            # Two fp8 formats are one element type to the KV cache: uint8.
+            ("cache_dtype", str(vllm_config.cache_config.cache_dtype)),
             ("cp_interleave", str(parallel.cp_kv_cache_interleave_size)),
-            ("dtype", str(model.dtype)),
-            ("hf_config", _config_digest(hf_config.to_dict())),
-            ("load_format", f"{vllm_config.load_config.load_format}"),
+            ("draft_model", _describe_draft(vllm_config)),
+            ("indexer_dtype", str(vllm_config.attention_config.indexer_kv_dtype)),
+            ("load_format", _describe_loading(vllm_config)),
+            ("model", model.facts),
+            ("switches", _switches()),
         ),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ModelIdentity:
+    """What one model, target or draft, is."""
+
+    name: str
+    revision: str
+    quantization: str
+    facts: str
+    """What else decides the numbers it computes, as `name=value` in words or as a digest."""
+
+
+def _describe_model(model: "ModelConfig") -> _ModelIdentity:
+    # Weights that were fetched from object storage keep their address in `model_weights`.
+    source = str(model.model_weights or model.model)
+    path = Path(source)
+    hf_config = model.hf_config
+    facts = {
+        "class_overrides": _digest(model.model_class_overrides),
+        "code_revision": str(model.code_revision or ""),
+        "dtype": str(model.dtype),
+        "hf_config": _config_digest(hf_config.to_dict()),
+        "implementation": str(model.model_impl),
+        "multimodal": _describe_multimodal(model),
+        "quantization_config": _digest(model.quantization_config),
+        "rope_length": _rope_length(model),
+    }
+    return _ModelIdentity(
+        name=path.resolve().name if path.exists() else source,
+        revision=_weights_digest(path) if path.exists() else _commit(model),
+        quantization=str(model.quantization or ""),
+        facts=" ".join(f"{name}={fact}" for name, fact in facts.items() if fact),
+    )
+
+
+def _commit(model: "ModelConfig") -> str:
+    """Return the commit of weights on a hub; a mere branch where vLLM knows no better."""
+    resolved = getattr(model.revision, "resolved", None)
+    if not resolved and model.hf_config_path in (None, model.model):
+        # The configuration came with the weights. One from elsewhere has a commit of its own.
+        resolved = getattr(model.hf_config, "_commit_hash", None)
+    return str(resolved or model.revision or "")
+
+
+def _describe_draft(vllm_config: "VllmConfig") -> str:
+    """Name the model whose layers lie in the KV cache beside those of the target; often none."""
+    speculative = vllm_config.speculative_config
+    draft = None if speculative is None else speculative.draft_model_config
+    if draft is None or speculative.method in _DRAFTS_WITHOUT_LAYERS:
+        return ""
+    model = _describe_model(draft)
+    return f"{speculative.method} {model.name}@{model.revision} {model.quantization} {model.facts}"
+
+
+def _describe_loading(vllm_config: "VllmConfig") -> str:
+    """Name where weights come from; dummy weights come from the seed."""
+    load_format = str(vllm_config.load_config.load_format)
+    seed = f" seed={vllm_config.model_config.seed}" if load_format == "dummy" else ""
+    return load_format + seed
+
+
+def _describe_multimodal(model: "ModelConfig") -> str:
+    """Digest how images and sounds become embeddings; vLLM's hashes name them, not their way."""
+    multimodal = model.multimodal_config
+    if multimodal is None:
+        return ""
+    names = (
+        "language_model_only",
+        "mm_processor_kwargs",
+        "media_io_kwargs",
+        "video_pruning_rate",
+        "video_pruning_method",
+        "mm_encoder_attn_dtype",
+    )
+    return _digest({name: getattr(multimodal, name, None) for name in names})
+
+
+def _rope_length(model: "ModelConfig") -> str:
+    """Return the context length where it decides the rotation of all keys, short ones included.
+
+    vLLM takes the long factors of `longrope` for every position as soon as the engine may run
+    longer than the model was trained for. Both lengths count: an automatic one is shortened to the
+    memory only after the rotation was chosen.
+    """
+    if "longrope" not in json.dumps(model.hf_config.to_dict(), default=str):
+        return ""
+    return f"{model.original_max_model_len}/{model.max_model_len}"
 
 
 def _hash_seed(algorithm: str) -> str | None:
@@ -94,6 +187,13 @@ def _hash_seed(algorithm: str) -> str | None:
     return None if algorithm.startswith("xxhash") else "vllm-none-hash"
 
 
+def _switches() -> str:
+    """Name the environment's settings that reorder the bytes within a page of the same shape."""
+    from vllm import envs
+
+    return " ".join(f"{name}={getattr(envs, name, None)}" for name in _PAGE_SWITCHES)
+
+
 def _attention_backends(vllm_config: "VllmConfig") -> str:
     """Name the backends, because they decide how K and V lie inside a page."""
     layers = vllm_config.compilation_config.static_forward_context.values()
@@ -104,19 +204,36 @@ def _attention_backends(vllm_config: "VllmConfig") -> str:
 def _config_digest(hf_config: dict[str, object]) -> str:
     """Digest the model's configuration, overrides included; where it was found does not matter."""
     ignored = ("_name_or_path", "transformers_version")
-    facts = {name: value for name, value in hf_config.items() if name not in ignored}
-    return xxhash.xxh3_64_hexdigest(json.dumps(facts, sort_keys=True, default=str).encode())
+    return _digest({name: value for name, value in hf_config.items() if name not in ignored})
 
 
-def _weights_digest(folder: Path) -> str:
+def _digest(facts: object) -> str:
+    """Digest plain data and objects with a readable name; the same in every process."""
+    if not facts:
+        return ""
+    return xxhash.xxh3_64_hexdigest(json.dumps(facts, sort_keys=True, default=_plain).encode())
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    text = str(value)
+    # Objects without words of their own show their address, which is new in every process.
+    return type(value).__qualname__ if " at 0x" in text else text
+
+
+def _weights_digest(path: Path) -> str:
     """Digest a local model's weights in milliseconds: names, sizes, times and samples.
 
-    Reading all bytes would take longer than loading the model. An edit that keeps size, time and
-    every sample goes unnoticed; a mere copy without its times counts as another model.
+    Every file counts but those known to be harmless: a new format of weights, or the model's own
+    code, must not go unnoticed. Reading all bytes would take longer than loading the model. An
+    edit that keeps size, time and every sample goes unnoticed; a mere copy without its times
+    counts as another model.
     """
     digest = xxhash.xxh3_64()
-    for file in sorted(folder.iterdir()):
-        if file.suffix not in _WEIGHT_SUFFIXES or not file.is_file():
+    for file in sorted(path.iterdir()) if path.is_dir() else (path,):
+        is_harmless = file.suffix in _HARMLESS_SUFFIXES or file.name.startswith(".")
+        if is_harmless or not file.is_file():
             continue
         stat = file.stat()
         # In a hub cache the file is a link to a blob that is named by the digest of its bytes.

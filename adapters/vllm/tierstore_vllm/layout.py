@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tierstore.config import StoreConfig
-from tierstore.errors import ConfigError, LayoutError
+from tierstore.errors import ConfigError, LayoutError, TierStoreError
 from tierstore.layout import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineShape", "WorkerLayout", "describe_engine", "describe_worker"]
 
+_DIMENSIONS = ("block", "head", "state", "content")
 _PIECES_MAX = 256
 """Separate byte runs per page and layer; more would make every copy a crawl."""
 
@@ -95,10 +96,28 @@ def describe_worker(
 ) -> WorkerLayout:
     """Describe the registered KV caches of this rank.
 
+    One group that cannot be kept makes every hit impossible, so nothing is kept at all then.
+
     Raises:
-        LayoutError: a group cannot be cached; the message says which and why.
+        LayoutError: a group cannot be cached; the message says which layer and why.
         ConfigError: the configuration cannot work with this engine; says what to change.
     """
+    try:
+        return _describe(vllm_config, kv_cache_config, config, kv_caches)
+    except TierStoreError:
+        raise
+    except Exception as error:  # whatever vLLM's objects raise when they are not as expected
+        raise LayoutError(
+            f"the KV caches are not as vLLM 0.32 and 0.33 describe them: {error!r}"
+        ) from error
+
+
+def _describe(
+    vllm_config: "VllmConfig",
+    kv_cache_config: "KVCacheConfig",
+    config: StoreConfig,
+    kv_caches: "Mapping[str, torch.Tensor]",
+) -> WorkerLayout:
     if not kv_cache_config.kv_cache_groups:
         raise LayoutError("the model has no KV cache")
     groups: list[GroupManifest] = []
@@ -159,15 +178,14 @@ def _classify_group(group_idx: int, group: "KVCacheGroupSpec") -> tuple[GroupKin
     specs = list(iter_layer_specs(group.kv_cache_spec))
     kinds = {_classify_spec(spec) for spec in specs}
     names = ", ".join(sorted({type(spec).__name__ for spec in specs}))
+    where = f"KV cache group {group_idx} (layer {group.layer_names[0]} and others: {names})"
     if group.host_resident or not group.enable_kv_transfer:
-        raise LayoutError(f"KV cache group {group_idx} ({names}) is not kept in device memory")
+        raise LayoutError(f"{where} is not kept in device memory")
     if len(kinds) != 1:
-        raise LayoutError(f"KV cache group {group_idx} mixes kinds of attention: {names}")
+        raise LayoutError(f"{where} mixes kinds of attention")
     kind, window_tokens = kinds.pop()
     if kind is GroupKind.UNCACHED or not group.kv_cache_spec.prefix_cacheable:
-        raise LayoutError(
-            f"KV cache group {group_idx} ({names}) cannot be restored from a prefix cache"
-        )
+        raise LayoutError(f"{where} cannot be restored from a prefix cache")
     return kind, window_tokens
 
 
@@ -211,16 +229,24 @@ def _chunk_order(layout_name: str | None) -> ChunkOrder:
 
 
 def _kv_dtypes(kv_cache_config: "KVCacheConfig") -> str:
-    """Name the element types and quantisation modes of all layers."""
+    """Name the element types and quantisation modes of each group's layers."""
     from vllm.v1.kv_cache_interface import iter_layer_specs
 
-    names: set[str] = set()
-    for group in kv_cache_config.kv_cache_groups:
-        for spec in iter_layer_specs(group.kv_cache_spec):
-            dtypes = getattr(spec, "dtypes", None) or (getattr(spec, "dtype", "opaque"),)
-            mode = getattr(spec, "kv_quant_mode", None)
-            names.update(f"{dtype}/{mode.name}" if mode else str(dtype) for dtype in dtypes)
-    return ",".join(sorted(names))
+    return "|".join(
+        ",".join(sorted(set(map(_spec_dtype, iter_layer_specs(group.kv_cache_spec)))))
+        for group in kv_cache_config.kv_cache_groups
+    )
+
+
+def _spec_dtype(spec: "KVCacheSpec") -> str:
+    """Name a layer's element type; of a state, which is one opaque page, its parts."""
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    if isinstance(spec, MambaSpec):
+        parts = zip(spec.dtypes, spec.shapes, strict=True)
+        return "+".join(f"{dtype}{list(shape)}" for dtype, shape in parts)
+    mode = spec.kv_quant_mode
+    return f"{spec.dtype}/{mode.name}" if mode else str(spec.dtype)
 
 
 def _group_pages(
@@ -255,8 +281,11 @@ def _layer_pages(layer_name: str, view: "torch.Tensor", block_count: int) -> _La
     Dimensions are taken from the smallest stride up: as long as each starts where the one before
     ended they form one run; the rest say where further runs of the same page are.
     """
-    if block_count <= 0 or view.shape[0] % block_count:
-        raise LayoutError(f"layer {layer_name}: {view.shape[0]} blocks, vLLM says {block_count}")
+    shape = tuple(getattr(view, "shape", ()))
+    if len(shape) != len(_DIMENSIONS):
+        raise LayoutError(f"layer {layer_name}: expected a view of {_DIMENSIONS}, got {shape}")
+    if block_count <= 0 or shape[0] % block_count:
+        raise LayoutError(f"layer {layer_name}: {shape[0]} blocks, vLLM says {block_count}")
     blocks = view.unflatten(0, (block_count, -1))
     item_bytes = view.element_size()
     stride_bytes = blocks.stride(0) * item_bytes
@@ -291,8 +320,8 @@ def _layer_pages(layer_name: str, view: "torch.Tensor", block_count: int) -> _La
 
 def _signature(blocks: "torch.Tensor") -> str:
     """Name the sizes of a page's dimensions from the outermost to the innermost in memory."""
-    letters = "KHNC" if blocks.dim() == 5 else "abcdefgh"  # noqa: PLR2004 - block, K, H, N, C
-    dims = zip(blocks.stride()[1:], letters, blocks.shape[1:], strict=False)
+    # K: the kernel's blocks within one of the scheduler's.
+    dims = zip(blocks.stride()[1:], "KHNC", blocks.shape[1:], strict=True)
     return (
         "".join(f"{letter}{size}" for _, letter, size in sorted(dims, reverse=True) if size > 1)
         + f"x{blocks.element_size()}"
