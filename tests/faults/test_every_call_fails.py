@@ -2,7 +2,8 @@
 
 Method: a life of a store (store more than it holds, promote, flush, restart) is run with its n-th
 call failing, for n = 1, 2, ... until one run ends without a failure. The sampled tests take every
-so-manieth n, from a random first one; the tests marked `slow` take all.
+so-manieth n, from a random first one; the tests marked
+`exhaustive` take all.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ CHUNKS = Chunks(65_536)
 CAPACITY_BYTES = 8 * MIB
 NUMBERS = range(128)
 AFTERWARDS = range(1000, 1008)
-RUNS_SAMPLED = 7
+RUNS_SAMPLED = 5
 RUNS_MAX = 2000
 
 
@@ -151,7 +152,8 @@ def test_a_failing_system_call_leaves_a_sound_store(tmp_path, kind, code):
     sample(tmp_path, lambda schedule: faulty_system_opener(schedule, code), **kind)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
 @kinds
 @reasons
 def test_each_failing_call_of_a_backend_leaves_a_sound_store(tmp_path, kind, reason):
@@ -161,7 +163,8 @@ def test_each_failing_call_of_a_backend_leaves_a_sound_store(tmp_path, kind, rea
     assert fail_each(tmp_path, open_failing, range(1, RUNS_MAX), **kind) > 100
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
 @file_kinds
 @codes
 def test_each_failing_system_call_leaves_a_sound_store(tmp_path, kind, code):

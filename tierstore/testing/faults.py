@@ -68,6 +68,11 @@ class FaultSchedule:
             self._struck_count += strikes
             return strikes
 
+    def fail_from_now(self) -> None:
+        """Let the next call fail, and `fail_count` of them in all."""
+        with self._lock:
+            self._fail_at = self._call_count + 1.0
+
     def heal(self) -> None:
         """Let no further call fail."""
         with self._lock:
