@@ -10,6 +10,7 @@ import contextlib
 import errno
 import itertools
 import random
+import shutil
 
 import pytest
 from store_kit import MIB, Chunks, config_of, du
@@ -98,6 +99,7 @@ def fail_each(tmp_path, open_failing, numbers, **kind):
     for n in numbers:
         schedule = FaultSchedule(n)
         live_with_a_failure(tmp_path / str(n), open_failing(schedule), **kind)
+        shutil.rmtree(tmp_path / str(n))
         if not schedule.has_struck:
             return run_count
         run_count += 1
