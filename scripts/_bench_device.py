@@ -67,24 +67,32 @@ class Threads:
 
 
 class RawBench:
-    """Large sequential O_DIRECT I/O on one preallocated file."""
+    """Large sequential O_DIRECT I/O on one preallocated file, from and to huge pages.
 
-    def __init__(self, directory: Path, size_bytes: int, threads: Threads) -> None:
+    The first write to a block is slower than all later ones where the device below is thinly
+    provisioned, so both are measured: `raw write` goes to blocks that were not written since they
+    were allocated, as the new segments of a store do; `raw overwrite` goes there again.
+    """
+
+    def __init__(self, directory: Path, size_bytes: int, run_count: int, threads: Threads) -> None:
         self._path = directory / "raw"
         self._size_bytes = size_bytes
         self._threads = threads
-        self._buffer = memoryview(mmap.mmap(-1, size_bytes))
+        self._buffer = memoryview(huge_buffer(size_bytes))
         self._buffer[:] = np.random.default_rng(1).bytes(size_bytes)
+        self._run = 0
 
         # One file for all runs: freeing its blocks would keep the device busy during others' turns.
-        self._fd = os.open(directory / "raw", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-        os.posix_fallocate(self._fd, 0, size_bytes)
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        os.posix_fallocate(self._fd, 0, size_bytes * run_count)
 
     def run(self, clock: Clock) -> None:
-        """Write the file and read it."""
+        """Write the next part of the file twice and read it."""
         clock.time("raw write", self._size_bytes, partial(self._move, _write))
+        clock.time("raw overwrite", self._size_bytes, partial(self._move, _write))
         os.fdatasync(self._fd)
         clock.time("raw read", self._size_bytes, partial(self._move, _read))
+        self._run += 1
 
     def close(self) -> None:
         """Close and remove the file."""
@@ -97,8 +105,15 @@ class RawBench:
 
     def _one(self, call: Callable[[int, memoryview, int], int], start: int) -> str:
         stop = min(start + RAW_REQUEST_BYTES, self._size_bytes)
-        moved = call(self._fd, self._buffer[start:stop], start)
+        moved = call(self._fd, self._buffer[start:stop], self._run * self._size_bytes + start)
         return "" if moved == stop - start else f"short I/O at {start}"
+
+
+def huge_buffer(size_bytes: int) -> mmap.mmap:
+    """Map memory as the primary tier does, in huge pages where the kernel has them."""
+    buffer = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    buffer.madvise(mmap.MADV_HUGEPAGE)
+    return buffer
 
 
 def _write(fd: int, buffer: memoryview, offset: int) -> int:

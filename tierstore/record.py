@@ -27,6 +27,7 @@ that is gone (its pages were given back); so is a payload of zeros whose checksu
 zeros.
 """
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -86,6 +87,8 @@ HEADER_DTYPE = np.dtype(
 
 _MAGIC = b"TSRECORD"
 _CHECKED_BYTES = HEADER_BYTES - 8
+_CHECKED_FIELDS = struct.Struct(f"<8sHHI{KEY_BYTES_MAX}sIQ16x")
+_CHECKSUM = struct.Struct("<Q")
 _NO_PLACE = bytes(PLACE_BYTES)
 
 payload_checksum = xxh3_64_intdigest
@@ -118,23 +121,15 @@ def encode_headers(
 ) -> npt.NDArray[np.void]:
     """Return the headers of records as an array of `HEADER_DTYPE`, contiguous in memory.
 
-    Costs about 0.5 us per record in batches of 32.
+    Costs about 0.3 us per record. Without numpy, whose assignments to fields give up the
+    interpreter: each would be a wait for the other threads of the data plane.
     """
-    headers = np.zeros(len(keys), HEADER_DTYPE)
-    headers["magic"] = _MAGIC
-    headers["format_version"] = FORMAT_VERSION
-    headers["key_bytes"] = [len(key) for key in keys]
-    headers["payload_bytes"] = payload_bytes
-    padded = b"".join([key.ljust(KEY_BYTES_MAX, b"\0") for key in keys])
-    headers["key"] = np.frombuffer(padded, f"V{KEY_BYTES_MAX}")
-    headers["rank"] = rank
-    headers["payload_checksum"] = payload_checksums
-    encoded = headers.tobytes()
-    headers["header_checksum"] = [
-        xxh3_64_intdigest(encoded[start : start + _CHECKED_BYTES])
-        for start in range(0, len(encoded), HEADER_BYTES)
-    ]
-    return headers
+    encoded = bytearray()
+    for key, size, checksum in zip(keys, payload_bytes.tolist(), payload_checksums, strict=True):
+        fields = _CHECKED_FIELDS.pack(_MAGIC, FORMAT_VERSION, len(key), size, key, rank, checksum)
+        encoded += fields
+        encoded += _CHECKSUM.pack(xxh3_64_intdigest(fields))
+    return np.frombuffer(encoded, HEADER_DTYPE)
 
 
 def headers_equal(

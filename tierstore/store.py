@@ -292,7 +292,7 @@ class TierStore:
             self._loop.settle(
                 lambda: stack.write_queue_room_bytes() >= need or not stack.has_work(), patience
             )
-            and self._loop.settle(lambda: stack.demote_victims(group_idx, len(keys)) == 0, patience)
+            and self._record_victims(group_idx, len(keys), patience)
         )
         reservation = self._stack.reserve_offload(group_idx, keys)
         is_whole = len(reservation.indices) == len(keys)
@@ -307,6 +307,12 @@ class TierStore:
         self._loop.pump()
         return sum(state >= ChunkState.RECORDED for state in self._stack.locate(keys))
 
+    def _record_victims(self, group_idx: int, count: int, patience: float) -> bool:
+        """Let what `count` new chunks will evict be recorded first; False: time is up."""
+        return self._loop.settle(
+            lambda: self._stack.demote_victims(group_idx, count) == 0, patience
+        )
+
     def _start_get(
         self, group_idx: int, keys: Sequence[OffloadKey], indices: range
     ) -> _Batch | None:
@@ -317,6 +323,10 @@ class TierStore:
                 rows.setdefault(keys[i], []).append(i)
         if not rows:
             return None
+        if ChunkState.RECORDED in states:
+            # The coldest chunks may be pinned by these very batches, so that others have to go.
+            count = _BATCHES_IN_FLIGHT * self._batch_chunks(group_idx)
+            self._record_victims(group_idx, count, 0.0 if self._is_stalled else _STALL_SECONDS)
         reservation = self._stack.reserve_load([(group_idx, list(rows))])
         if reservation is None:
             return None

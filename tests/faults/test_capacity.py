@@ -7,7 +7,7 @@ CAPACITY_BYTES = 64 * MIB
 
 
 @pytest.mark.parametrize("backend", ["file", "lmdb"])
-@pytest.mark.parametrize("chunk_bytes", [65_536, 262_144, 1 << 20])
+@pytest.mark.parametrize("chunk_bytes", [16_384, 65_536, 262_144, 1 << 20])
 def test_ten_times_the_capacity_never_shows_in_du(tmp_path, backend, chunk_bytes):
     chunks = Chunks(chunk_bytes)
     path = tmp_path / "tier"

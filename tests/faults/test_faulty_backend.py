@@ -2,12 +2,14 @@
 
 import math
 import threading
+import time
 
 import pytest
 from store_kit import Chunks, config_of, misses
 
 from tierstore import TierStore
 from tierstore.backend.opening import open_backend
+from tierstore.errors import BackendError
 from tierstore.testing.faults import FaultSchedule, FaultyBackend, faulty_opener
 from tierstore.transfer import FailureReason
 
@@ -35,6 +37,39 @@ def test_a_device_that_died_is_used_again_when_it_is_back(tmp_path, backend, rea
         assert store.check() == []
     with CHUNKS.open(config) as store:
         assert CHUNKS.found(store, range(3060, 3100)) == list(range(3060, 3100))
+
+
+@pytest.mark.parametrize("backend", ["file", "lmdb"])
+def test_a_device_that_could_not_be_opened_is_used_once_it_can(tmp_path, backend):
+    schedule = FaultSchedule(1, fail_count=math.inf)
+    config = config_of(tmp_path / "tier", backend=backend, primary="2MiB", capacity="8MiB")
+    with CHUNKS.open(config) as store:
+        CHUNKS.put(store, range(8))
+    with TierStore.open(config, CHUNKS.manifest, open_backend=faulty_opener(schedule)) as store:
+        assert CHUNKS.found(store, range(8)) == []
+        assert CHUNKS.put(store, range(200, 210)) == 10
+        schedule.heal()
+        assert CHUNKS.found(store, range(8)) == list(range(8))
+        assert CHUNKS.put(store, range(300, 310)) == 10
+        store.flush()
+        assert store.check() == []
+    with CHUNKS.open(config) as store:
+        assert CHUNKS.found(store, range(300, 310)) == list(range(300, 310))
+
+
+@pytest.mark.parametrize("backend", ["file", "lmdb"])
+def test_a_device_that_refuses_is_not_waited_for(tmp_path, backend):
+    schedule = FaultSchedule(1_000_000, fail_count=math.inf)
+    config = config_of(tmp_path / "tier", backend=backend, primary="2MiB", capacity="8MiB")
+    started = time.monotonic()
+    opener = faulty_opener(schedule)
+    with TierStore.open(config, CHUNKS.manifest, open_backend=opener) as store:
+        CHUNKS.put(store, range(130))
+        schedule.fail_from_now()
+        CHUNKS.put(store, range(200, 300))  # the tier is full: evictions cannot be carried out
+        with pytest.raises(BackendError, match="refuses"):
+            store.flush()
+    assert time.monotonic() - started < 30
 
 
 class HangingBackend(FaultyBackend):

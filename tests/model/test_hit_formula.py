@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_stack import ReferenceStack
@@ -42,6 +43,13 @@ def group_specs(draw):
     return specs
 
 
+def draft_groups_of(data, specs):
+    """Some groups without states: those of a draft model."""
+    return {
+        s.group_idx for s in specs if s.kind is not GroupKind.STATE and data.draw(st.booleans())
+    }
+
+
 def needed_tokens(spec, length):
     """The positions whose KV (or whose state) the token at `length` depends on."""
     if spec.kind is GroupKind.FULL:
@@ -60,7 +68,8 @@ def test_the_hit_is_the_longest_length_at_which_no_position_is_missing(data, spe
     hashes = [i.to_bytes(8, "big") for i in range(token_count // HASH_TOKENS)]
     blocks = math.lcm(*(spec.tokens_per_block for spec in specs))
     local = blocks * data.draw(st.integers(0, token_count // blocks), label="local blocks")
-    configs = build_group_configs(specs, NAMESPACE, HASH_TOKENS)
+    drafts = draft_groups_of(data, specs)
+    configs = build_group_configs(specs, NAMESPACE, HASH_TOKENS, draft_groups=drafts)
     stack = ReferenceStack()
     state_of = {}
     gap = data.draw(st.sampled_from([0, 1, 6]), label="gaps in ten")
@@ -78,7 +87,11 @@ def test_the_hit_is_the_longest_length_at_which_no_position_is_missing(data, spe
             (token < local and spec.kind is not GroupKind.STATE)
             or state_of.get((spec.group_idx, token // spec.tokens_per_chunk), 0) >= least
             for spec in specs
-            for token in needed_tokens(spec, length)
+            for token in (
+                # What a draft model keeps at length - 1 depends on the token at length.
+                *needed_tokens(spec, length),
+                *([length] if spec.group_idx in drafts else []),
+            )
         )
 
     alignment = math.lcm(*(spec.tokens_per_chunk for spec in specs))
@@ -92,9 +105,10 @@ def test_the_hit_is_the_longest_length_at_which_no_position_is_missing(data, spe
 
 
 @settings(max_examples=200, deadline=None)
-@given(specs=group_specs(), end=st.integers(1, 200))
-def test_a_chunk_is_useful_exactly_if_some_aligned_hit_needs_it(specs, end):
-    for config in build_group_configs(specs, NAMESPACE, HASH_TOKENS):
+@given(data=st.data(), specs=group_specs(), end=st.integers(1, 200))
+def test_a_chunk_is_useful_exactly_if_some_aligned_hit_needs_it(data, specs, end):
+    drafts = draft_groups_of(data, specs)
+    for config in build_group_configs(specs, NAMESPACE, HASH_TOKENS, draft_groups=drafts):
         spec = config.spec
         if spec.kind is GroupKind.STATE:
             continue
@@ -106,10 +120,11 @@ def test_a_chunk_is_useful_exactly_if_some_aligned_hit_needs_it(specs, end):
             start <= token < end_tokens
             for length in lengths
             if length - end_tokens <= 40 * alignment
-            for token in needed_tokens(spec, length)
+            for token in (
+                *needed_tokens(spec, length),
+                *([length] if spec.group_idx in drafts else []),
+            )
         )
-        import numpy as np
-
         assert bool(config.can_serve_a_hit(np.array([end_tokens]))[0]) == needed
 
 

@@ -4,10 +4,17 @@ Goal: no byte of another request or of other weights is ever published or loaded
 Method: every block knows what it holds (small_engine), copies happen as late as fences allow.
 """
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from reference_stack import ReferenceStack
 from small_engine import SmallEngine
+
+from tierstore.key import Namespace
+from tierstore.layout import GroupKind, GroupSpec
+from tierstore.metrics import Counters
+from tierstore.planner import EngineStep, FullTable, OffloadPlanner, Progress
 
 TEXT = bytes(range(1, 200))
 # Longer than a key's block hash may be: the hash is the text itself here, so texts stay short.
@@ -147,6 +154,42 @@ def test_a_block_that_slid_out_of_the_window_is_not_offloaded_with_its_chunk():
     for job_id in list(engine.jobs):
         engine.answer(job_id, ok=True)
     engine.drain()
+
+
+@pytest.mark.parametrize(
+    "kind", [GroupKind.FULL, GroupKind.SLIDING_WINDOW], ids=lambda kind: kind.value
+)
+def test_a_draft_chunk_is_offloaded_once_the_token_behind_it_is_settled(kind):
+    spec = GroupSpec(
+        group_idx=0,
+        kind=kind,
+        tokens_per_block=4,
+        blocks_per_chunk=1,
+        chunk_bytes=1,
+        window_tokens=9 if kind is GroupKind.SLIDING_WINDOW else 0,
+    )
+    planner = OffloadPlanner(
+        [spec],
+        Namespace(b"n" * 8),
+        ReferenceStack(),
+        hash_tokens=4,
+        counters=Counters(),
+        draft_groups={0},
+    )
+    planner.add_request("r", [bytes([i]) * 8 for i in range(3)])
+
+    def offloaded(computed, ready):
+        if not planner.completes_chunk("r", ready):
+            return []
+        step = EngineStep(progress=[Progress("r", computed, ready)])
+        commands = planner.plan_step(step).plan.commands
+        return [block for command in commands for block in command.block_ids.ravel().tolist()]
+
+    planner.plan_step(EngineStep(full_tables=[FullTable("r", [[7, 8, 9]], 0)]))
+    assert offloaded(0, 8) == [7]
+    assert offloaded(8, 8) == []
+    assert offloaded(8, 9) == [8]
+    assert offloaded(9, 12) == []
 
 
 def test_what_is_computed_after_kv_of_old_weights_is_never_published():

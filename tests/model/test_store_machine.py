@@ -1,9 +1,10 @@
 """The store against a dict, over every backend, cascade and eviction policy."""
 
+import numpy as np
 import pytest
 from hypothesis import settings
 
-from tierstore import Manifest, TierStore
+from tierstore import Manifest, TierStore, make_offload_keys
 from tierstore.testing.store_machine import make_store_machine
 
 MANIFEST = Manifest.simple("machine", chunk_bytes=12_288)
@@ -60,3 +61,28 @@ def test_a_tight_store_never_serves_what_it_did_not_accept(backend, cascade):
         ),
         roomy=False,
     )
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked"),
+    [
+        ([0, 2, 1, *range(3, 13)], [0, 1, 2, 4]),
+        ([0, 2, 3, 1, 4, 19, 5, 6, 7, 8, 9, 10, 12, 13], [0, 1, 2, 19]),
+    ],
+)
+def test_a_get_does_not_lose_what_it_evicts(tmp_path, stored, asked):
+    """Found by the machine above: twelve slots, and records that take the place of victims."""
+    open_store = opener(
+        {"capacity": "144KiB", "eviction": "lru"},
+        backend="file",
+        capacity="64MiB",
+        cascade="on_evict",
+    )
+    hashes = [bytes([n]) * 32 for n in range(20)]
+    keys = make_offload_keys(MANIFEST.namespace, 0, hashes)
+    rows = np.repeat(np.arange(20, dtype=np.uint8)[:, None], 12_288, axis=1)
+    with open_store(tmp_path, MANIFEST) as store:
+        assert store.put([keys[i] for i in stored], rows[stored]) == len(stored)
+        out = np.zeros((len(asked), 12_288), np.uint8)
+        assert store.get([keys[i] for i in asked], out) == [True] * len(asked)
+        assert np.array_equal(out, rows[asked])

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore.key import OffloadKey
-from tierstore.policy.arc import ArcPolicy
+from tierstore.policy.arc import ArcPolicy, _digests
 
 
 class TextbookArc:
@@ -60,7 +60,7 @@ class TextbookArc:
             self.b2.append(cold2[0])
 
     def state(self):
-        return self.p, self.t1, self.t2, self.b1, self.b2
+        return self.p, self.t1, self.t2, _digests(self.b1), _digests(self.b2)
 
 
 def state_of(policy):
@@ -150,3 +150,18 @@ def test_naming_victims_changes_nothing():
     before = state_of(policy)
     policy.victims(3, {key_of(9)}, [ghost, key_of(50), key_of(51)])
     assert state_of(policy) == before
+
+
+def test_batches_that_never_arrive_leave_nothing_behind():
+    policy = ArcPolicy(4)
+    for number in range(4):
+        miss(policy, 4, [key_of(number)])
+    policy.touch([key_of(0), key_of(1)])
+    miss(policy, 4, [key_of(4)])
+    ghost = key_of(2)
+    assert list(policy._b1) == _digests([ghost])
+    for number in range(1, 100):
+        policy.evict((), [ghost, *(key_of(1000 * number + i) for i in range(50))])
+    assert len(policy._returning) <= 2 * 4 + 51
+    assert miss(policy, 4, [ghost])
+    assert ghost in policy._t2

@@ -324,6 +324,43 @@ def test_a_full_map_evicts_instead_of_failing(tmp_path):
     LmdbEnv.open(tmp_path / "catalog", map_bytes=1).close()
 
 
+@pytest.mark.parametrize("batch", [4, 32, 200])
+@pytest.mark.parametrize("map_kib", [600, 1024])
+def test_a_map_that_is_far_too_small_never_refuses_for_good(tmp_path, map_kib, batch):
+    LmdbEnv.open(tmp_path / "catalog", map_bytes=map_kib << 10)
+    harness = Harness(tmp_path, backend="lmdb", capacity=64 * MIB, chunk=4000)
+    for first in range(0, 12_000, batch):
+        numbers = random.Random(first).sample(range(10**9), batch)
+        answer = harness.store(*numbers)
+        assert isinstance(answer, Placed), f"refused after {first} records"
+        assert all(harness.located(*numbers))
+    assert harness.catalog.check() == []
+    harness.writer.handle([ForgetNamespace(harness.manifest.namespace)])
+    assert harness.catalog.stats().record_count == 0
+    harness.take()
+    harness.release()
+    assert isinstance(harness.store(1, 2, 3), Placed)
+    assert harness.catalog.check() == []
+    harness.catalog.close()
+    LmdbEnv.open(tmp_path / "catalog", map_bytes=1).close()
+
+
+def test_a_namespace_that_a_failing_catalog_could_not_forget_is_forgotten_later(harness):
+    harness.store(1, 2)
+    real = harness.catalog._env.write
+
+    def broken(*_):
+        raise BackendFullError("no space")
+
+    harness.catalog._env.write = broken
+    harness.writer.handle([ForgetNamespace(harness.manifest.namespace)])
+    assert harness.writer.forgotten_count == 0
+    harness.catalog._env.write = real
+    assert isinstance(harness.store(3), Placed)
+    assert harness.writer.forgotten_count == 1
+    assert harness.located(1, 2, 3) == [False, False, True]
+
+
 def test_the_map_of_the_geometry_has_room_for_random_keys_under_steady_eviction(tmp_path):
     harness = Harness(tmp_path, backend="lmdb", capacity=16 * MIB, chunk=3900)
     for first in range(0, 12_000, 32):

@@ -193,6 +193,7 @@ def hooks(lab: Lab) -> dict[str, Any]:
             lab.submit(f"batch-{number}-0", lab.prompts[0])
             lab.submit(f"batch-{number}-1", fresh[-1])
             lab.finish()
+            lab.connector.has_pending_push_work()  # an engine process asks it between requests
         _rest(lab)
         found[seam] = {
             "strikes": len(strikes),

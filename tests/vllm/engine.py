@@ -213,12 +213,12 @@ def _terminate(llm: Any) -> None:
     processes = llm.llm_engine.engine_core.resources.engine_manager.processes
     for process in processes:
         os.kill(process.pid, signal.SIGTERM)
-    gone: set[Any] = set()
-    while len(gone) < len(processes):
-        ended = wait([process.sentinel for process in processes], timeout=60)
-        if not set(ended) - gone:
+    left = {process.sentinel for process in processes}
+    while left:
+        ended = wait(left, timeout=60)
+        if not ended:
             raise RuntimeError("the engine's process goes on after SIGTERM")
-        gone.update(ended)
+        left.difference_update(ended)
 
 
 def _prompts(

@@ -48,3 +48,16 @@ def test_a_word_that_is_not_understood_keeps_the_request_out_and_is_named(
     with caplog.at_level(logging.WARNING):
         assert not knows(half, {"tierstore.cache": value})
     assert f"tierstore.cache={value!r}, expected true or false" in caplog.text
+
+
+def test_a_request_with_an_adapter_stays_unknown(half) -> None:
+    adapter = SimpleNamespace(lora_name="a", lora_path="a")
+    half.on_new_request(
+        SimpleNamespace(
+            request_id="r",
+            lora_request=adapter,
+            kv_transfer_params=None,
+            block_hashes=[b"h" * 32],
+        )
+    )
+    assert not half._planner.completes_chunk("r", 1 << 62)

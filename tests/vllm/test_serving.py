@@ -31,7 +31,7 @@ def free_port() -> int:
 
 
 @contextmanager
-def server(model: Path, config: Path, log: Path, *extra: str) -> Iterator[OpenAI]:
+def server(model: Path, config: Path, log: Path) -> Iterator[OpenAI]:
     """Run a server; yield a client; end it with SIGTERM, as a service manager does."""
     port = free_port()
     transfer = {
@@ -48,7 +48,9 @@ def server(model: Path, config: Path, log: Path, *extra: str) -> Iterator[OpenAI
         *("--kv-transfer-config", json.dumps(transfer)),
         *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny"),
         *("--dtype", "float32", "--block-size", "32", "--max-model-len", "2048"),
-        *("--enforce-eager", "--enable-prompt-tokens-details", *extra),
+        *("--enforce-eager", "--enable-prompt-tokens-details"),
+        # Without it vLLM kills its engine at once, in the middle of the last writes.
+        *("--shutdown-timeout", "30"),
     ]
     with log.open("wb") as output:
         process = subprocess.Popen(

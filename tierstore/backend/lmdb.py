@@ -1,7 +1,13 @@
-"""Payload in LMDB values: header and payload under (segment, page), one environment per rank.
+"""Payload in LMDB values, one environment per rank.
 
-Simple, two files, good for small chunks and small stores. The map is read by this process itself:
-unlike segment files, a data file that is truncated or unreadable under it ends the process.
+    (segment, page)         -> body: as much of the payload as fills whole pages of LMDB
+    (segment, page) + 0x01  -> header, and the rest of the payload: a small item in a leaf
+
+A value needs adjacent free pages, and what a transaction frees is free from the next but one on,
+if no reader looks at it any more. So reads are short, and every release ends with two small
+transactions. Simple, two files, good for small chunks and small stores. The map is read by this
+process itself: unlike segment files, a data file that is truncated or unreadable under it ends the
+process.
 """
 
 import logging
@@ -17,7 +23,8 @@ import numpy.typing as npt
 from tierstore.backend.failure import FailureLog
 from tierstore.backend.protocol import RecordIo
 from tierstore.errors import BackendCorruptError, BackendFullError, ClosedError, TierStoreError
-from tierstore.lmdb_env import LmdbEnv
+from tierstore.geometry import lmdb_body_bytes
+from tierstore.lmdb_env import LmdbEnv, ViewTransaction
 from tierstore.record import (
     EXTENT_RECORDS_MAX,
     HEADER_BYTES,
@@ -40,6 +47,12 @@ _REASONS: dict[type[TierStoreError], FailureReason] = {
 }
 
 _PAGE_LIMIT = 1 << 32
+_HEADER_SUFFIX = b"\x01"
+_GENERATION_KEY = b"\xff" * 16
+"""Behind all records: rewritten where only the number of transactions matters."""
+
+_READ_BYTES_MAX = 1 << 20
+"""Payload that one read transaction copies: as long as it lasts, nothing freed is used again."""
 
 
 class LmdbBackend:
@@ -74,21 +87,19 @@ class LmdbBackend:
             self._opened = True
 
     def write(self, records: Sequence[RecordIo]) -> dict[int, FailureReason]:
-        """Write records in one transaction: all of them, or none. See `Backend.write`.
+        """Write records in one transaction; one by one if the map is full. See `Backend.write`.
 
         A record whose place is impossible, or whose slot is too short, fails with `LAYOUT`.
         """
         places = parse_places([record.place for record in records])
         fits = _fits(records, places)
         failed = dict.fromkeys(np.flatnonzero(~fits).tolist(), FailureReason.LAYOUT)
-        chosen = [record for record, fit in zip(records, fits.tolist(), strict=True) if fit]
-        reason = self._write_values(chosen, places[fits])
-        if reason is not None:
-            failed = dict.fromkeys(range(len(records)), reason) | failed
-        return failed
+        indices = np.flatnonzero(fits).tolist()
+        refused = self._write_values([records[index] for index in indices], places[fits])
+        return failed | {indices[position]: reason for position, reason in refused.items()}
 
     def read(self, records: Sequence[RecordIo]) -> dict[int, FailureReason]:
-        """Copy values to slots in one read transaction, and verify. See `Backend.read`."""
+        """Copy values to slots in short read transactions, and verify. See `Backend.read`."""
         places = parse_places([record.place for record in records])
         fits = _fits(records, places)
         failed = dict.fromkeys(np.flatnonzero(~fits).tolist(), FailureReason.CORRUPT)
@@ -97,20 +108,22 @@ class LmdbBackend:
         places = places[fits]
         headers = np.zeros((len(indices), HEADER_BYTES), np.uint8)
         checksums = [0] * len(indices)
+        sizes = places["payload_bytes"].tolist()
+        db_keys = _db_keys(places)
         try:
-            with self._environment() as env, env.read_views() as txn:
-                for position, (index, db_key, size) in enumerate(
-                    zip(indices, _db_keys(places), places["payload_bytes"].tolist(), strict=True)
-                ):
-                    value = txn.get(db_key)
-                    if value is not None and len(value) == HEADER_BYTES + size:
-                        payload = records[index].slot[:size]
-                        payload[:] = value[HEADER_BYTES:]
-                        headers[position] = np.frombuffer(value[:HEADER_BYTES], np.uint8)
-                        checksums[position] = payload_checksum(payload)
-                    elif value is not None:
-                        failed[index] = FailureReason.CORRUPT
-                        causes["payload length"] += 1
+            with self._environment() as env:
+                for start, stop in _spans(sizes):
+                    with env.read_views() as txn:
+                        for position in range(start, stop):
+                            index = indices[position]
+                            payload = records[index].slot[: sizes[position]]
+                            found = _copy_record(txn, db_keys[position], payload)
+                            if found == b"":
+                                failed[index] = FailureReason.CORRUPT
+                                causes["payload length"] += 1
+                            elif found is not None:
+                                headers[position] = np.frombuffer(found, np.uint8)
+                                checksums[position] = payload_checksum(payload)
         except TierStoreError as error:
             return dict.fromkeys(range(len(records)), self._fail("read", error, len(records)))
         keys = [records[index].key for index in indices]
@@ -133,16 +146,19 @@ class LmdbBackend:
     def release(
         self, runs: Sequence[PageRun], empty_segments: Sequence[int]
     ) -> FailureReason | None:
-        """Delete the values in the runs and segments, in one transaction."""
+        """Delete the values in the runs and segments, and make their pages usable at once."""
         bounds = [(run.segment, run.first_page, run.first_page + run.page_count) for run in runs]
         bounds += [(segment, 0, _PAGE_LIMIT) for segment in empty_segments]
         try:
-            with self._environment() as env, env.write() as txn, txn.cursor() as cursor:
-                for segment, first_page, end_page in bounds:
-                    end_key = ((segment << 32) + end_page).to_bytes(9, "big")
-                    found = cursor.set_range(((segment << 32) + first_page).to_bytes(8, "big"))
-                    while found and b"\0" + cursor.key() < end_key:
-                        found = cursor.delete() and bool(cursor.key())
+            with self._environment() as env:
+                try:
+                    _delete(env, bounds)
+                except BackendFullError:
+                    # Fewer deletions at once need fewer new pages of the tree.
+                    _age_free_pages(env)
+                    for bound in bounds:
+                        _delete(env, [bound])
+                _age_free_pages(env)
         except TierStoreError as error:
             return self._fail("release", error, 0)
         return None
@@ -164,7 +180,7 @@ class LmdbBackend:
 
     def _write_values(
         self, records: Sequence[RecordIo], places: npt.NDArray[np.void]
-    ) -> FailureReason | None:
+    ) -> dict[int, FailureReason]:
         sizes = places["payload_bytes"].tolist()
         payloads = [record.slot[:size] for record, size in zip(records, sizes, strict=True)]
         headers = encode_headers(
@@ -173,20 +189,35 @@ class LmdbBackend:
             list(map(payload_checksum, payloads)),
             rank=self._rank,
         ).tobytes()
+        values = [
+            (db_key, headers[i * HEADER_BYTES : (i + 1) * HEADER_BYTES], payload)
+            for i, (db_key, payload) in enumerate(zip(_db_keys(places), payloads, strict=True))
+        ]
+        failed: dict[int, FailureReason] = {}
         try:
             with self._environment() as env:
-                with env.write() as txn:
-                    for position, (db_key, payload) in enumerate(
-                        zip(_db_keys(places), payloads, strict=True)
-                    ):
-                        start = position * HEADER_BYTES
-                        header = headers[start : start + HEADER_BYTES]
-                        txn.put(db_key, b"".join((header, payload)))
+                try:
+                    _put(env, values)
+                except BackendFullError:
+                    _age_free_pages(env)
+                    failed = self._write_each(env, values)
                 if self._durable:
                     env.sync()
         except TierStoreError as error:
-            return self._fail("write", error, len(records))
-        return None
+            return dict.fromkeys(range(len(records)), self._fail("write", error, len(records)))
+        return failed
+
+    def _write_each(
+        self, env: LmdbEnv, values: Sequence[tuple[bytes, bytes, memoryview]]
+    ) -> dict[int, FailureReason]:
+        """Write records one by one; return those for which no adjacent pages are free."""
+        failed: dict[int, FailureReason] = {}
+        for position, value in enumerate(values):
+            try:
+                _put(env, [value])
+            except BackendFullError as error:
+                failed[position] = self._fail("write", error, 1)
+        return failed
 
     def _fail(self, action: str, error: TierStoreError, record_count: int) -> FailureReason:
         cause = type(error.__cause__ or error).__name__
@@ -216,6 +247,58 @@ class LmdbBackend:
         if not self._opened and self._user_count == 0 and self._env is not None:
             self._env.close()
             self._env = None
+
+
+def _put(env: LmdbEnv, values: Sequence[tuple[bytes, bytes, memoryview]]) -> None:
+    """Store records, given as database key, header and payload, in one transaction."""
+    with env.write() as txn:
+        for db_key, header, payload in values:
+            body_bytes = lmdb_body_bytes(len(payload))
+            txn.put(db_key, payload[:body_bytes])
+            txn.put(db_key + _HEADER_SUFFIX, b"".join((header, payload[body_bytes:])))
+
+
+def _delete(env: LmdbEnv, bounds: Sequence[tuple[int, int, int]]) -> None:
+    """Delete the records of page ranges, given as segment, first and end page."""
+    with env.write() as txn, txn.cursor() as cursor:
+        for segment, first_page, end_page in bounds:
+            end_key = ((segment << 32) + end_page).to_bytes(9, "big")
+            found = cursor.set_range(((segment << 32) + first_page).to_bytes(8, "big"))
+            while found and b"\0" + cursor.key() < end_key:
+                found = cursor.delete() and bool(cursor.key())
+
+
+def _age_free_pages(env: LmdbEnv) -> None:
+    """Let the next transaction use what the last ones freed, but for what readers look at."""
+    env.forget_dead_readers()
+    for _ in range(2):
+        with env.write() as txn:
+            txn.put(_GENERATION_KEY, b"")
+
+
+def _copy_record(txn: ViewTransaction, db_key: bytes, payload: memoryview) -> bytes | None:
+    """Fill `payload` and return the header; None: nothing is there; empty: a length is wrong."""
+    body = txn.get(db_key)
+    rest = txn.get(db_key + _HEADER_SUFFIX)
+    if body is None and rest is None:
+        return None
+    if body is None or rest is None or len(rest) < HEADER_BYTES:
+        return b""
+    if len(body) + len(rest) != HEADER_BYTES + len(payload):
+        return b""
+    payload[: len(body)] = body
+    payload[len(body) :] = rest[HEADER_BYTES:]
+    return bytes(rest[:HEADER_BYTES])
+
+
+def _spans(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Cut records into half-open runs [start, stop) of about `_READ_BYTES_MAX`."""
+    start = span_bytes = 0
+    for stop, size in enumerate(sizes, 1):
+        span_bytes += size
+        if span_bytes >= _READ_BYTES_MAX or stop == len(sizes):
+            yield start, stop
+            start, span_bytes = stop, 0
 
 
 def _fits(records: Sequence[RecordIo], places: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:

@@ -7,6 +7,7 @@ from typing import Protocol
 from tierstore.backend.file import FileBackend
 from tierstore.backend.lmdb import LmdbBackend
 from tierstore.backend.protocol import Backend
+from tierstore.backend.syscall import SystemCalls
 from tierstore.config import SecondaryConfig
 from tierstore.geometry import SpaceGeometry
 from tierstore.manifest import Manifest
@@ -24,9 +25,16 @@ class BackendOpener(Protocol):
 
 
 def open_backend(
-    config: SecondaryConfig, manifest: Manifest, *, rank: int, rank_count: int
+    config: SecondaryConfig,
+    manifest: Manifest,
+    *,
+    rank: int,
+    rank_count: int,
+    system: SystemCalls | None = None,
 ) -> Backend:
     """Open the payload store of one rank below `<path>/rank<r>`.
+
+    `system` is replaced by tests that let the system calls of segment files fail.
 
     Raises:
         BackendError: the path cannot be used; the message says what to change.
@@ -43,6 +51,7 @@ def open_backend(
             mode=config.io.mode,
             durable=config.io.durable,
             leftovers=partial(leftover_directories, config.path, rank, rank_count),
+            system=system,
         )
     else:
         backend = LmdbBackend(

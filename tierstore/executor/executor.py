@@ -95,7 +95,7 @@ class TransferExecutor:
     ) -> Self:
         """Allocate the pool, open the backends, start the I/O threads.
 
-        A backend that cannot be opened is logged once and answers every command with `IO_ERROR`.
+        A backend that cannot be opened is logged once; commands answer `IO_ERROR` until it can.
         `caches` is None for embedded use: no GPU blocks, only slots. On a GPU the pool is pinned
         in the background; `compute_stream` returns the `cudaStream_t` on which the calling thread
         launches the engine's work (None: the default stream).
@@ -218,8 +218,7 @@ class TransferExecutor:
             BackendError: a device refused.
         """
         for tier in self._tiers:
-            if tier.backend is not None:
-                tier.backend.sync()
+            tier.backend.sync()
 
     def close(self, timeout_seconds: float = _CLOSE_TIMEOUT_SECONDS) -> None:
         """Finish what was accepted, stop the threads, free the pool; idempotent.
@@ -237,8 +236,7 @@ class TransferExecutor:
             stopped.append(self._pin_threads.close(timeout_seconds))
         if all(stopped):
             for tier in self._tiers:
-                if tier.backend is not None:
-                    tier.backend.close()
+                tier.backend.close()
             self._pool.close()
         else:
             # A thread still hangs in its I/O: freeing the memory that it writes to would be worse.
@@ -261,9 +259,6 @@ class TransferExecutor:
         """Queue the reads of a promote; its keys have the indices from `first` in the job."""
         tier = self._tiers[promote.tier_idx]
         indices = range(first, first + len(promote.keys))
-        if tier.backend is None:
-            self._fail(job, indices, FailureReason.IO_ERROR)
-            return
         chunk_bytes = self._chunk_bytes[promote.group_idx]
         spans = split_spans(promote, first, chunk_bytes, tier.config.io.threads)
         with self._changed:
@@ -276,9 +271,6 @@ class TransferExecutor:
 
     def _start_demote(self, job: Job, demote: Demote) -> None:
         tier = self._tiers[demote.tier_idx]
-        if tier.backend is None:
-            self._fail(job, range(len(demote.keys)), FailureReason.IO_ERROR)
-            return
         chunk_bytes = self._chunk_bytes[demote.group_idx]
         spans = split_spans(demote, 0, chunk_bytes, tier.config.io.threads)
         with self._changed:
@@ -288,9 +280,6 @@ class TransferExecutor:
 
     def _start_release(self, job: Job, release: Release) -> None:
         tier = self._tiers[release.tier_idx]
-        if tier.backend is None:
-            job.ok = False
-            return
         job.tasks_left = 1
         tier.pool.submit_write(partial(self._release, job, tier.backend, release))
 
@@ -329,10 +318,6 @@ class TransferExecutor:
         copy.job.copies_left -= 1
         copy.job.ok = False
         copy.job.failed.update(dict.fromkeys(range(copy.offload_count), reason))
-
-    def _fail(self, job: Job, indices: Iterable[int], reason: FailureReason) -> None:
-        with self._changed:
-            job.failed.update(dict.fromkeys(indices, reason))
 
     def _read(self, job: Job, backend: Backend, span: RecordSpan, index: PartIndex | None) -> None:
         """Fill slots and send them on to the GPU (in an I/O thread)."""
@@ -376,7 +361,6 @@ class TransferExecutor:
             range(span.record_count), FailureReason.IO_ERROR
         )
         try:
-            assert tier.backend is not None
             failed = tier.backend.write(span.records(self._pool.array.data, self._slot_bytes))
         finally:
             self._end_task(job, span, failed)

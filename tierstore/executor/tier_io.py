@@ -1,11 +1,11 @@
 """One secondary tier as the executor sees it: its backend and its threads."""
 
-import logging
+from functools import partial
 from typing import TYPE_CHECKING
 
+from tierstore.backend.late import LateBackend
 from tierstore.backend.opening import BackendOpener
 from tierstore.config import SecondaryConfig
-from tierstore.errors import BackendError
 from tierstore.io_pool import IoPool
 from tierstore.manifest import Manifest
 
@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from tierstore.backend.protocol import Backend
 
 __all__ = ["TierIo"]
-
-_logger = logging.getLogger(__name__)
 
 
 class TierIo:
@@ -31,11 +29,10 @@ class TierIo:
     ) -> None:
         """Open the backend and start the threads."""
         self.config = config
-        self.backend: Backend | None = None
-        """None: the tier is out of use."""
-        try:
-            self.backend = opener(config, manifest, rank=rank, rank_count=rank_count)
-        except BackendError as error:
-            _logger.error("tier is out of use: tier=%s cause=%s", config.name, error)
+        late = LateBackend(
+            config.name, partial(opener, config, manifest, rank=rank, rank_count=rank_count)
+        )
+        late.open()
+        self.backend: Backend = late
         self.pool = IoPool(config.io.threads, f"tierstore-{config.name}")
         self.pool.open()

@@ -9,10 +9,14 @@ A hit of L tokens restores, per group, the chunks of [restored_from(L), L):
     UNCACHED        no hit, whatever L
 
 Lengths are multiples of `alignment_tokens`, hence of every group's chunk.
+
+What a draft model (EAGLE, MTP) keeps at a position depends on the next token as well, which the
+chunk's hash does not cover. So the last chunk is volatile until the token behind it is settled, and
+a hit of L tokens needs the chunk [L, L + chunk) to exist too: its hash vouches for the token at L.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +42,8 @@ class GroupOffloadConfig:
     alignment_tokens: int
     """Every hit is a multiple of it: the least common multiple of all groups' chunks and of what
     the engine asks for."""
+    is_draft: bool = False
+    """The group holds layers of a draft model (module docstring)."""
 
     @property
     def tokens_per_chunk(self) -> int:
@@ -73,7 +79,7 @@ class GroupOffloadConfig:
         """
         missing = np.zeros(len(is_there) + 1, np.int64)
         np.cumsum(~is_there, out=missing[1:])
-        end = lengths // self.tokens_per_chunk - base_chunk
+        end = lengths // self.tokens_per_chunk + self.is_draft - base_chunk
         first = np.maximum(self.restored_from(lengths) // self.tokens_per_chunk - base_chunk, 0)
         held: BoolArray = missing[np.maximum(end, first)] == missing[first]
         return held
@@ -85,6 +91,9 @@ class GroupOffloadConfig:
         """
         lengths = -(-end_tokens // self.alignment_tokens) * self.alignment_tokens
         useful: BoolArray = self.restored_from(lengths) < end_tokens
+        if self.is_draft:
+            starts = end_tokens - self.tokens_per_chunk
+            useful |= (starts > 0) & (starts % self.alignment_tokens == 0)
         return useful
 
     def alive_from(self, computed_tokens: int) -> int:
@@ -103,7 +112,11 @@ class GroupOffloadConfig:
 
 
 def build_group_configs(
-    specs: Sequence[GroupSpec], namespace: Namespace, hash_tokens: int, alignment_tokens: int = 1
+    specs: Sequence[GroupSpec],
+    namespace: Namespace,
+    hash_tokens: int,
+    alignment_tokens: int = 1,
+    draft_groups: Collection[int] = (),
 ) -> tuple[GroupOffloadConfig, ...]:
     """Derive the planner's view of all groups.
 
@@ -125,6 +138,7 @@ def build_group_configs(
             namespace=namespace,
             hashes_per_chunk=spec.tokens_per_chunk // hash_tokens,
             alignment_tokens=alignment,
+            is_draft=spec.group_idx in draft_groups,
         )
         for spec in specs
     )

@@ -43,6 +43,10 @@ def match_prefix(
     alignment = config.alignment_tokens
     hashed_tokens = len(block_hashes) * (config.tokens_per_chunk // config.hashes_per_chunk)
     limit = min(token_count - 1, hashed_tokens)
+    for config in configs:
+        if config.is_draft:
+            per_chunk = config.tokens_per_chunk
+            limit = min(limit, (hashed_tokens // per_chunk - 1) * per_chunk)
     ready_limit = hoped_limit = limit
     for config in configs:
         if config.spec.kind is GroupKind.FULL and hoped_limit > local_tokens:
@@ -75,7 +79,7 @@ def _full_run(
     """Return up to which token every chunk is ready, and up to which it is at least arriving."""
     tokens_per_chunk = config.tokens_per_chunk
     first = local_tokens // tokens_per_chunk
-    keys = config.keys(block_hashes, first, limit // tokens_per_chunk)
+    keys = config.keys(block_hashes, first, limit // tokens_per_chunk + config.is_draft)
     ready, asked, batch = -1, 0, _FIRST_BATCH
     while asked < len(keys):
         states = bytes(stack.locate(keys[asked : asked + batch]))
@@ -89,6 +93,7 @@ def _full_run(
         asked += len(states)
         batch *= 2
     ready = asked if ready < 0 else ready
+    first -= config.is_draft
     return (first + ready) * tokens_per_chunk, (first + asked) * tokens_per_chunk
 
 
@@ -104,7 +109,8 @@ def _others_satisfied(
     for config in configs:
         per_chunk = config.tokens_per_chunk
         base = int(max(config.restored_from(lengths[:1])[0], local_tokens)) // per_chunk
-        keys = config.keys(block_hashes, base, int(lengths[-1]) // per_chunk)
+        end = int(lengths[-1]) // per_chunk + config.is_draft
+        keys = config.keys(block_hashes, base, end)
         batches.append((config, base, keys))
     asked = [key for _, _, keys in batches for key in keys]
     all_states = np.frombuffer(bytes(stack.locate(asked)), np.uint8)

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tierstore.key import OffloadKey
+from tierstore.layout import GroupKind
 from tierstore.planner.groups import GroupOffloadConfig
 from tierstore.planner.in_flight import InFlight, OffloadJob
 from tierstore.planner.request import RequestGroupState, RequestOffloadState
 from tierstore.planner.step import EngineStep, Progress, StateBlock
 from tierstore.tier.stack import TierStack
-from tierstore.transfer import IntArray, Offload
+from tierstore.transfer import Offload
 
 __all__ = ["OFFLOAD_COUNT_MAX", "Offloads"]
 
@@ -25,7 +26,8 @@ class _Batch:
     """Chunks of one group that this step completes, of all requests: one job."""
 
     keys: list[OffloadKey] = field(default_factory=list)
-    rows: list[IntArray] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)
+    """Of all chunks in order, as many for each."""
     request_ids: set[str] = field(default_factory=set)
 
 
@@ -70,7 +72,7 @@ class Offloads:
         per_chunk = config.tokens_per_chunk
         blocks_per_chunk = config.spec.blocks_per_chunk
         end = min(
-            progress.ready_tokens // per_chunk,
+            (progress.ready_tokens - config.is_draft) // per_chunk,
             len(state.block_hashes) // config.hashes_per_chunk,
             len(group.block_ids) // blocks_per_chunk,
         )
@@ -79,16 +81,18 @@ class Offloads:
         group.next_chunk = max(group.next_chunk, end)
         if first >= end:
             return
-        rows = np.array(
-            group.block_ids[first * blocks_per_chunk : end * blocks_per_chunk], np.int64
-        ).reshape(end - first, blocks_per_chunk)
-        ends = np.arange(first + 1, end + 1, dtype=np.int64) * per_chunk
-        chosen = np.flatnonzero(rows.all(axis=1) & config.can_serve_a_hit(ends))
-        if len(chosen):
-            keys = config.keys(state.block_hashes, first, end)
+        keys = config.keys(state.block_hashes, first, end)
+        blocks = group.block_ids[first * blocks_per_chunk : end * blocks_per_chunk]
+        if 0 in blocks or config.spec.kind is not GroupKind.FULL:
+            rows = np.array(blocks, np.int64).reshape(end - first, blocks_per_chunk)
+            ends = np.arange(first + 1, end + 1, dtype=np.int64) * per_chunk
+            chosen = np.flatnonzero(rows.all(axis=1) & config.can_serve_a_hit(ends))
+            keys = [keys[i] for i in chosen.tolist()]
+            blocks = rows[chosen].ravel().tolist()
+        if keys:
             batch = batches.setdefault(group_idx, _Batch())
-            batch.keys += keys if len(chosen) == len(keys) else [keys[i] for i in chosen.tolist()]
-            batch.rows.append(rows[chosen])
+            batch.keys += keys
+            batch.block_ids += blocks
             batch.request_ids.add(progress.request_id)
 
     def _offer_state(
@@ -102,7 +106,7 @@ class Offloads:
         if keys:
             batch = batches.setdefault(block.group_idx, _Batch())
             batch.keys += keys
-            batch.rows.append(np.array([[block.block_id]], np.int64))
+            batch.block_ids.append(block.block_id)
             batch.request_ids.add(block.request_id)
 
     def _reserve(self, group_idx: int, batch: _Batch) -> Offload | None:
@@ -113,8 +117,13 @@ class Offloads:
             return None
         # Those that the next batches will evict are recorded now, so that they are by then.
         self._stack.demote_victims(group_idx, 2 * len(reservation.keys))
-        rows = np.concatenate(batch.rows)[list(reservation.indices)]
+        count = len(batch.keys)
+        rows = np.fromiter(batch.block_ids, np.int64, len(batch.block_ids)).reshape(count, -1)
+        block_ids = batch.block_ids
+        if len(reservation.indices) < count or reservation.keys != tuple(batch.keys):
+            rows = rows[list(reservation.indices)]
+            block_ids = rows.ravel().tolist()
         job_id = self._stack.new_job_id()
-        job = OffloadJob(reservation, tuple(rows.ravel().tolist()), frozenset(batch.request_ids))
+        job = OffloadJob(reservation, tuple(block_ids), frozenset(batch.request_ids))
         self._in_flight.add_offload(job_id, job)
         return Offload(job_id=job_id, group_idx=group_idx, block_ids=rows, slots=reservation.slots)

@@ -1,7 +1,7 @@
 """The control half between an engine's scheduler and the tiers."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -69,6 +69,7 @@ class OffloadPlanner:
         hash_tokens: int,
         counters: Counters,
         alignment_tokens: int = 1,
+        draft_groups: Collection[int] = (),
     ) -> None:
         """Take the engine's groups.
 
@@ -79,11 +80,14 @@ class OffloadPlanner:
             hash_tokens: Tokens that one entry of `block_hashes` covers.
             counters: Where failed loads are counted.
             alignment_tokens: What the engine wants hits to be a multiple of.
+            draft_groups: Indices of groups that hold layers of a draft model (EAGLE, MTP).
 
         Raises:
             ValueError: the groups do not fit `hash_tokens`.
         """
-        self._configs = build_group_configs(groups, namespace, hash_tokens, alignment_tokens)
+        self._configs = build_group_configs(
+            groups, namespace, hash_tokens, alignment_tokens, draft_groups
+        )
         self._stack = stack
         self._counters = counters
         self._requests: dict[str, RequestOffloadState] = {}

@@ -85,7 +85,7 @@ class RequestOffloadState:
             return
         self.next_ready_tokens = min(
             (
-                (group.next_chunk + 1) * group.config.tokens_per_chunk
+                (group.next_chunk + 1) * group.config.tokens_per_chunk + group.config.is_draft
                 for group in self.groups.values()
             ),
             default=_NEVER,

@@ -5,15 +5,24 @@ once since they came, T2 those used more often; B1 and B2 are their ghosts; p is
 aims at; c is the capacity.
 """
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import repeat
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain, compress, repeat
+from operator import not_
 from typing import NamedTuple
 
 from tierstore.key import OffloadKey
 from tierstore.policy.key_queue import KeyQueue
 
 __all__ = ["ArcPolicy"]
+
+_Plan = tuple[Sequence[OffloadKey], Sequence[OffloadKey], int, tuple[list[int], float] | None]
+"""Incoming keys, the victims that were named for them, and how many of these are in T1. If there
+are ghosts among the incoming: the digests of all of them, and p after their misses."""
+
+_DIGEST_MASK = (1 << 60) - 1
+"""Larger numbers take 16 bytes more."""
+_NOBODY = -1
+"""No key has this digest."""
 
 
 class ArcPolicy:
@@ -29,6 +38,10 @@ class ArcPolicy:
     came, not before: what the paper drops without a ghost (T1 = c) is a ghost for that moment. And
     ghosts are bounded by |T1| + |B1| <= c and all four <= 2c even if more than c keys are resident,
     which happens when the tier holds slots of several sizes.
+
+    A ghost is 60 bits of its key's hash, since nobody ever asks for the key itself: 32 bytes, a key
+    has 80. Two keys that share a digest, one pair in 10^18, could make a stranger pass for a ghost,
+    which is a worse guess of what to keep and never a wrong hit.
     """
 
     def __init__(self, capacity_chunks: int) -> None:
@@ -37,12 +50,15 @@ class ArcPolicy:
             raise ValueError(f"capacity_chunks: expected at least 1, got {capacity_chunks}")
         self._c = capacity_chunks
         self._p = 0.0
-        self._t1 = KeyQueue()
-        self._t2 = KeyQueue()
-        self._b1 = KeyQueue()
-        self._b2 = KeyQueue()
+        self._t1: KeyQueue[OffloadKey] = KeyQueue()
+        self._t2: KeyQueue[OffloadKey] = KeyQueue()
+        self._b1: KeyQueue[int] = KeyQueue()
+        self._b2: KeyQueue[int] = KeyQueue()
         self._plan: _Plan | None = None
         """What `victims` found out, for the `evict` that follows at once."""
+        self._returning: set[int] = set()
+        """Keys that were missed together with a ghost and are not inserted yet: the others are no
+        ghosts, since a key that is on its way cannot be evicted."""
 
     def locate(self, keys: Sequence[OffloadKey]) -> list[int | None]:
         """Return the slot of each resident key, None for others."""
@@ -53,19 +69,22 @@ class ArcPolicy:
         slots: list[int | None] = list(map(first.get, keys))
         return list(map(second.get, keys, slots)) if None in slots else slots
 
+    def holds_any(self, keys: Sequence[OffloadKey]) -> bool:
+        """Say whether any of the keys is resident."""
+        t1, t2 = self._t1.table, self._t2.table
+        return not (t1.keys().isdisjoint(keys) and t2.keys().isdisjoint(keys))
+
     def insert(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
         """Add keys, in order: ghosts to T2, all others to T1; then drop the oldest ghosts."""
-        if self._no_ghost_in(keys):
-            self._t1.push(keys, slots)
-            self._trim()
-        else:
-            steps = self._replay(keys, (len(self._t1), len(self._t2)), ([], []), 0)
-            self._b1.pop(list(steps.b1.gone))
-            self._b2.pop(list(steps.b2.gone))
-            slot_by_key = dict(zip(keys, slots, strict=True))
-            self._t2.push(steps.hits, map(slot_by_key.__getitem__, steps.hits))
-            self._t1.push(steps.strangers, map(slot_by_key.__getitem__, steps.strangers))
         self._plan = None
+        if self._returning:
+            digests = _digests(keys)
+            self._returning.difference_update(digests)
+            if not self._no_ghost_in(digests):
+                self._insert_ghosts(keys, slots, digests)
+                return
+        self._t1.push(keys, slots)
+        self._trim()
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Make resident keys the most recently used of T2, in order (case I)."""
@@ -86,30 +105,40 @@ class ArcPolicy:
         incoming: Sequence[OffloadKey] = (),
     ) -> list[OffloadKey]:
         """Name the keys that REPLACE takes for the last `count` of `incoming`, in order."""
-        if self._no_ghost_in(incoming):
-            found = self._victims_for_strangers(count, pinned, len(incoming))
-            self._plan = _Plan(incoming, found, self._p)
-        else:
-            cold = self._t1.peek(count, pinned), self._t2.peek(count, pinned)
-            steps = self._replay(incoming, (len(self._t1), len(self._t2)), cold, count)
-            found = steps.victims
-            self._plan = _Plan(incoming, found, steps.p)
-        return found
+        digests = _digests(incoming)
+        if self._no_ghost_in(digests):
+            t1_count, found = self._victims_for_strangers(count, pinned, len(incoming))
+            self._plan = incoming, found, t1_count, None
+            return found
+        cold = self._t1.peek(count, pinned), self._t2.peek(count, pinned)
+        steps = self._replay(digests, (len(self._t1), len(self._t2)), cold, count)
+        self._plan = incoming, steps.victims, steps.t1_victim_count, (digests, steps.p)
+        return steps.victims
 
     def evict(self, keys: Sequence[OffloadKey], incoming: Sequence[OffloadKey] = ()) -> list[int]:
         """Move victims to B1 and B2, in order, and adapt p to the ghosts among `incoming`."""
-        sizes = len(self._t1.table), len(self._t2.table)
-        slots, t1_victims, t2_victims = self._pop(keys)
-        plan = self._plan
-        if plan is not None and plan.incoming is incoming and plan.victims is keys:
-            self._p = plan.p
-        elif not self._no_ghost_in(incoming):
-            self._p = self._replay(incoming, sizes, (t1_victims, t2_victims), len(keys)).p
-        self._plan = None
-        if t1_victims:
-            self._b1.push(t1_victims, repeat(0))
-        if t2_victims:
-            self._b2.push(t2_victims, repeat(0))
+        plan, self._plan = self._plan, None
+        if plan is not None and plan[0] is incoming and plan[1] is keys:
+            t1_count, ghosts = plan[2:]
+            if ghosts is not None:
+                self._expect(ghosts[0])
+                self._p = ghosts[1]
+            if t1_count == len(keys):
+                self._b1.push(_digests(keys), repeat(0))
+                return self._t1.pop(keys)
+            if not t1_count:
+                self._b2.push(_digests(keys), repeat(0))
+                return self._t2.pop(keys)
+            slots, t1_victims, t2_victims = self._pop(keys)
+        else:
+            sizes = len(self._t1), len(self._t2)
+            slots, t1_victims, t2_victims = self._pop(keys)
+            digests = _digests(incoming)
+            if not self._no_ghost_in(digests):
+                self._expect(digests)
+                self._p = self._replay(digests, sizes, (t1_victims, t2_victims), len(keys)).p
+        self._b1.push(_digests(t1_victims), repeat(0))
+        self._b2.push(_digests(t2_victims), repeat(0))
         return slots
 
     def remove(self, keys: Sequence[OffloadKey]) -> list[int]:
@@ -119,193 +148,167 @@ class ArcPolicy:
 
     def clear(self) -> None:
         """Forget all keys and ghosts, and start over with p = 0."""
-        for keys in (self._t1, self._t2, self._b1, self._b2):
-            keys.clear()
+        self._t1.clear()
+        self._t2.clear()
+        self._b1.clear()
+        self._b2.clear()
+        self._returning.clear()
         self._p = 0.0
         self._plan = None
 
     def __len__(self) -> int:
         return len(self._t1) + len(self._t2)
 
+    def _insert_ghosts(
+        self, keys: Sequence[OffloadKey], slots: Sequence[int], digests: Sequence[int]
+    ) -> None:
+        steps = self._replay(digests, (len(self._t1), len(self._t2)), ((), ()), 0)
+        self._b1.pop_present(list(steps.gone))
+        self._b2.pop_present(list(steps.gone))
+        was_ghost = steps.was_ghost
+        self._t2.push(list(compress(keys, was_ghost)), compress(slots, was_ghost))
+        if not all(was_ghost):
+            was_stranger = [not flag for flag in was_ghost]
+            self._t1.push(list(compress(keys, was_stranger)), compress(slots, was_stranger))
+
+    def _expect(self, digests: Sequence[int]) -> None:
+        self._returning.update(digests)
+        if len(self._returning) > 2 * self._c:
+            # Left by batches that never arrived.
+            self._returning &= self._b1.table.keys() | self._b2.table.keys()
+
     def _victims_for_strangers(
         self, count: int, pinned: Collection[OffloadKey], incoming_count: int
-    ) -> list[OffloadKey]:
-        # Keys without a ghost leave p alone, and each makes T1 grow by one: REPLACE takes from T2
-        # until |T1| > p, from then on from T1, whose size then stays.
+    ) -> tuple[int, list[OffloadKey]]:
+        """Return how many victims are from T1, and all of them in order.
+
+        Keys without a ghost leave p alone, and each makes T1 grow by one: REPLACE takes from T2
+        until |T1| > p, from then on from T1, whose size then stays.
+        """
         t1_size = len(self._t1.table) + max(incoming_count - count, 0)
         t2_turns = min(int(self._p) + 1 - t1_size, count)
         from_t2 = self._t2.peek(t2_turns, pinned) if t2_turns > 0 else []
-        found = from_t2 + self._t1.peek(count - len(from_t2), pinned)
+        from_t1 = self._t1.peek(count - len(from_t2), pinned)
+        found = from_t2 + from_t1 if from_t2 else from_t1
         if len(found) < count:
-            more = self._t2.peek(count - len(found) + len(from_t2), pinned)
-            found += more[len(from_t2) :]
-        return found
+            more = self._t2.peek(count - len(from_t1), pinned)
+            found = found + more[len(from_t2) :]
+        return len(from_t1), found
 
     def _pop(
         self, keys: Sequence[OffloadKey]
-    ) -> tuple[list[int], Sequence[OffloadKey], Sequence[OffloadKey]]:
+    ) -> tuple[list[int], list[OffloadKey], list[OffloadKey]]:
         """Remove keys; return their slots, those that were in T1, and those that were in T2."""
-        in_t2_first = bool(keys) and keys[0] in self._t2.table
-        first, second = (self._t2, self._t1) if in_t2_first else (self._t1, self._t2)
-        found = first.pop_present(keys)
-        slots = [slot for slot in found if slot is not None]
-        first_keys: Sequence[OffloadKey] = keys
-        second_keys: Sequence[OffloadKey] = ()
-        if len(slots) < len(keys):
-            pairs = list(zip(keys, found, strict=True))
-            first_keys = [key for key, slot in pairs if slot is not None]
-            second_keys = [key for key, slot in pairs if slot is None]
-            second_slots = iter(second.pop(second_keys))
-            slots = [next(second_slots) if slot is None else slot for slot in found]
-        return (slots, second_keys, first_keys) if in_t2_first else (slots, first_keys, second_keys)
+        t1 = self._t1.table
+        in_t1 = list(map(t1.__contains__, keys))
+        t1_keys = list(compress(keys, in_t1))
+        t2_keys = list(compress(keys, map(not_, in_t1)))
+        t1_slots, t2_slots = iter(self._t1.pop(t1_keys)), iter(self._t2.pop(t2_keys))
+        slots = [next(t1_slots) if flag else next(t2_slots) for flag in in_t1]
+        return slots, t1_keys, t2_keys
 
-    def _no_ghost_in(self, keys: Sequence[OffloadKey]) -> bool:
+    def _no_ghost_in(self, digests: Sequence[int]) -> bool:
         b1, b2 = self._b1.table, self._b2.table
-        return (not b1 or b1.keys().isdisjoint(keys)) and (not b2 or b2.keys().isdisjoint(keys))
+        return (not b1 or b1.keys().isdisjoint(digests)) and (
+            not b2 or b2.keys().isdisjoint(digests)
+        )
 
-    def _replay(
+    def _replay(  # noqa: C901 - a function per case would be called once per key, the main cost
         self,
-        incoming: Sequence[OffloadKey],
+        incoming: Sequence[int],
         sizes: tuple[int, int],
-        cold: tuple[Sequence[OffloadKey], Sequence[OffloadKey]],
+        cold: tuple[Iterable[OffloadKey], Iterable[OffloadKey]],
         count: int,
     ) -> "_Replay":
-        """Go through misses that include ghosts; the last `count` of them evict.
+        """Go through misses that include ghosts; say what happens, and let nothing happen.
 
-        `sizes` are |T1| and |T2| before the batch, `cold` what may be evicted from each in order.
+        Cases II to IV of Fig. 4 on sizes. The last `count` misses evict; if there are fewer misses
+        than that, the rest are evictions for keys never seen. `sizes` are |T1| and |T2| before the
+        batch, `cold` what may be evicted from each in order.
         """
-        steps = _Replay(
-            c=self._c,
-            p=self._p,
-            t1_size=sizes[0],
-            t2_size=sizes[1],
-            b1=_GhostView(self._b1, len(incoming)),
-            b2=_GhostView(self._b2, len(incoming)),
-            t1_cold=iter(cold[0]),
-            t2_cold=iter(cold[1]),
-        )
+        c, p, (t1_size, t2_size) = self._c, self._p, sizes
+        b1, b2 = self._b1.table, self._b2.table
+        b1_size, b2_size = len(b1), len(b2)
+        t1_cold, t2_cold = map(iter, cold)
+        gone: dict[int, None] = {}
+        b1_oldest = _drop_oldest(self._b1, len(incoming), gone)
+        b2_oldest = _drop_oldest(self._b2, len(incoming), gone)
+        victims: list[OffloadKey] = []
+        t1_victim_count = 0
+        was_ghost: list[bool] = []
         free = len(incoming) - count
-        for number, key in enumerate(incoming):
-            steps.miss(key, evict=number >= free)
-        for _ in range(-free):
-            steps.make_way()
-        return steps
+        for number, ghost in enumerate(chain(incoming, repeat(_NOBODY, -free))):
+            # The sizes in the formulas of p are those before the ghost leaves its list.
+            in_b1 = ghost in b1 and ghost not in gone
+            in_b2 = not in_b1 and ghost in b2 and ghost not in gone
+            if in_b1:
+                p = min(c, p + max(1.0, b2_size / b1_size))
+                b1_size -= 1
+            elif in_b2:
+                p = max(0.0, p - max(1.0, b1_size / b2_size))
+                b2_size -= 1
+            if number >= free:
+                # REPLACE
+                from_t1 = t1_size > 0 and (t1_size > p or (in_b2 and t1_size == p))
+                key = next(t1_cold, None) if from_t1 else None
+                if key is None:
+                    key, from_t1 = next(t2_cold, None), False
+                    if key is None:
+                        key, from_t1 = next(t1_cold, None), True
+                if key is not None:
+                    victims.append(key)
+                    t1_victim_count += from_t1
+                    t1_size, b1_size = t1_size - from_t1, b1_size + from_t1
+                    t2_size, b2_size = t2_size - (not from_t1), b2_size + (not from_t1)
+            was_ghost.append(in_b1 or in_b2)
+            if in_b1 or in_b2:
+                gone[ghost] = None
+                t2_size += 1
+                continue
+            t1_size += 1
+            if t1_size + b1_size > c:
+                if b1_size:
+                    b1_size -= 1
+                    next(b1_oldest, None)
+            elif b2_size and t1_size + t2_size + b1_size + b2_size > 2 * c:
+                b2_size -= 1
+                next(b2_oldest, None)
+        return _Replay(p, victims, t1_victim_count, was_ghost, gone)
 
     def _trim(self) -> None:
         b1_size, b2_size = len(self._b1.table), len(self._b2.table)
         l1_size = len(self._t1.table) + b1_size
-        if l1_size > self._c and b1_size:
-            excess = min(l1_size - self._c, b1_size)
+        excess = min(l1_size - self._c, b1_size)
+        if excess > 0:
             self._b1.pop(self._b1.peek(excess))
             l1_size -= excess
-        excess = l1_size + len(self._t2.table) + b2_size - 2 * self._c
-        if excess > 0 and b2_size:
-            self._b2.pop(self._b2.peek(min(excess, b2_size)))
+        excess = min(l1_size + len(self._t2.table) + b2_size - 2 * self._c, b2_size)
+        if excess > 0:
+            self._b2.pop(self._b2.peek(excess))
 
 
-class _Plan(NamedTuple):
-    """The victims that were named for a batch of misses, and p after it."""
+class _Replay(NamedTuple):
+    """What a batch of misses does."""
 
-    incoming: Sequence[OffloadKey]
-    victims: Sequence[OffloadKey]
     p: float
+    victims: list[OffloadKey]
+    t1_victim_count: int
+    was_ghost: list[bool]
+    """Per incoming key: it goes to T2, not T1."""
+    gone: dict[int, None]
+    """What leaves B1 and B2: the ghosts among the incoming, and the oldest that are dropped."""
 
 
-class _GhostView:
-    """B1 or B2 as a batch of misses changes it: its size, and which of its ghosts are gone."""
+def _drop_oldest(ghosts: KeyQueue[int], count: int, gone: dict[int, None]) -> Iterator[int]:
+    """Add the oldest ghosts to `gone`, one per step; `count` is enough to look at.
 
-    __slots__ = ("_ghosts", "_oldest", "gone", "size")
-
-    def __init__(self, ghosts: KeyQueue, batch_size: int) -> None:
-        self._ghosts = ghosts
-        self._oldest = iter(ghosts.peek(batch_size))
-        self.size = len(ghosts)
-        self.gone: dict[OffloadKey, None] = {}
-
-    def take(self, key: OffloadKey) -> bool:
-        """Remove `key` if it is a ghost here."""
-        if key not in self._ghosts or key in self.gone:
-            return False
-        self.gone[key] = None
-        self.size -= 1
-        return True
-
-    def trim(self) -> None:
-        """Drop the oldest ghost; past the old ones that is a victim of this very batch."""
-        self.size -= 1
-        for key in self._oldest:
-            if key not in self.gone:
-                self.gone[key] = None
-                return
+    When they have all gone, the next would be a victim of this very batch, which is no ghost yet.
+    """
+    for ghost in ghosts.peek(count):
+        if ghost not in gone:
+            gone[ghost] = None
+            yield ghost
 
 
-@dataclass(slots=True, kw_only=True)
-class _Replay:
-    """Cases II to IV of Fig. 4 for a batch, on sizes: what it does, without doing it."""
-
-    c: int
-    p: float
-    t1_size: int
-    t2_size: int
-    b1: _GhostView
-    b2: _GhostView
-    t1_cold: Iterator[OffloadKey]
-    t2_cold: Iterator[OffloadKey]
-    """What may be evicted from T2, oldest first; `t1_cold` likewise."""
-    victims: list[OffloadKey] = field(default_factory=list)
-    hits: list[OffloadKey] = field(default_factory=list)
-    strangers: list[OffloadKey] = field(default_factory=list)
-
-    def miss(self, key: OffloadKey, *, evict: bool) -> None:
-        """Let one key come, into a free slot or in a victim's place."""
-        # The sizes of the formulas are those before `key` leaves its ghost list.
-        b1_size, b2_size = self.b1.size, self.b2.size
-        in_b2 = False
-        if self.b1.take(key):
-            self.p = min(self.c, self.p + max(1.0, b2_size / b1_size))
-        elif self.b2.take(key):
-            in_b2 = True
-            self.p = max(0.0, self.p - max(1.0, b1_size / b2_size))
-        else:
-            if evict:
-                self._replace(in_b2=False)
-            self.strangers.append(key)
-            self.t1_size += 1
-            self._trim()
-            return
-        if evict:
-            self._replace(in_b2=in_b2)
-        self.hits.append(key)
-        self.t2_size += 1
-
-    def make_way(self) -> None:
-        """Name one more victim, as for a key never seen."""
-        self._replace(in_b2=False)
-        self.t1_size += 1
-
-    def _replace(self, *, in_b2: bool) -> None:
-        t1_first = self.t1_size > 0 and (
-            self.t1_size > self.p or (in_b2 and self.t1_size == self.p)
-        )
-        key = next(self.t1_cold, None) if t1_first else None
-        if key is None:
-            key = next(self.t2_cold, None)
-            if key is not None:
-                self.t2_size -= 1
-                self.b2.size += 1
-                self.victims.append(key)
-                return
-            key = next(self.t1_cold, None)
-        if key is not None:
-            self.t1_size -= 1
-            self.b1.size += 1
-            self.victims.append(key)
-
-    def _trim(self) -> None:
-        if self.t1_size + self.b1.size > self.c:
-            if self.b1.size:
-                self.b1.trim()
-        elif (
-            self.t1_size + self.t2_size + self.b1.size + self.b2.size > 2 * self.c and self.b2.size
-        ):
-            self.b2.trim()
+def _digests(keys: Sequence[OffloadKey]) -> list[int]:
+    return [hash(key) & _DIGEST_MASK for key in keys]

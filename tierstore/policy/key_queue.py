@@ -1,12 +1,13 @@
 """Keys with a number each, oldest first, built on a plain `dict`."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import filterfalse, islice
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from itertools import filterfalse, islice, repeat
 from sys import getsizeof
-
-from tierstore.key import OffloadKey
+from typing import Generic, TypeVar
 
 __all__ = ["KeyQueue"]
+
+Key = TypeVar("Key", bound=Hashable)
 
 _COLD_KEYS_MIN = 512
 _COLD_COUNT_MAX = 1024
@@ -14,7 +15,7 @@ _TABLE_BYTES_PER_KEY_MAX = 80
 _TABLE_BYTES_SLACK = 4096
 
 
-class KeyQueue:
+class KeyQueue(Generic[Key]):
     """Keys in order of their last use. No lock; the caller keeps the preconditions.
 
     A `dict` keeps the order of insertion, and deleting and inserting a key again makes it the
@@ -22,15 +23,21 @@ class KeyQueue:
     here: deleted entries stay in the table until it is rebuilt, so looking at the oldest key scans
     all that were evicted since (hence `_cold`), and a table that fills up is replaced by one for
     three times its keys (hence `_compact`).
+
+        _cold    a b c d e f g h i      the oldest keys when it was taken, a list
+                     |                  behind `_cold_start` they left in their order
+                       d     g          `_stale`: those that left otherwise, were used again,
+                                        or were never in it
     """
 
-    __slots__ = ("_cold", "table")
+    __slots__ = ("_cold", "_cold_start", "_stale", "table")
 
     def __init__(self) -> None:
-        self.table: dict[OffloadKey, int] = {}
+        self.table: dict[Key, int] = {}
         """To be read only, and anew after every change: compaction puts another in its place."""
-        self._cold: dict[OffloadKey, int] = {}
-        """The first keys of `table` in their order, or nothing: a short table to scan."""
+        self._cold: list[Key] = []
+        self._cold_start = 0
+        self._stale: set[Key] = set()
 
     def __len__(self) -> int:
         return len(self.table)
@@ -38,44 +45,43 @@ class KeyQueue:
     def __contains__(self, key: object) -> bool:
         return key in self.table
 
-    def __iter__(self) -> Iterator[OffloadKey]:
+    def __iter__(self) -> Iterator[Key]:
         return iter(self.table)
 
-    def push(self, keys: Sequence[OffloadKey], numbers: Iterable[int]) -> None:
+    def push(self, keys: Sequence[Key], numbers: Iterable[int]) -> None:
         """Append keys that are not in the queue, in order, as the youngest."""
         table = self.table
-        for key, number in zip(keys, numbers):  # noqa: B905 - ghosts give an endless iterable
-            table[key] = number
+        table.update(zip(keys, numbers))  # noqa: B905 - ghosts give an endless iterable
         if getsizeof(table) > _TABLE_BYTES_PER_KEY_MAX * len(table) + _TABLE_BYTES_SLACK:
             self._compact()
 
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
+    def touch(self, keys: Sequence[Key]) -> None:
         """Make keys of the queue its youngest, in order; a key's last place in `keys` counts."""
         table = self.table
         for key in keys:
             table[key] = table.pop(key)
         if self._cold:
-            self._forget_cold(keys)
+            self._leave_cold(keys)
         if getsizeof(table) > _TABLE_BYTES_PER_KEY_MAX * len(table) + _TABLE_BYTES_SLACK:
             self._compact()
 
-    def pop(self, keys: Sequence[OffloadKey]) -> list[int]:
+    def pop(self, keys: Sequence[Key]) -> list[int]:
         """Remove distinct keys of the queue; return their numbers."""
-        table, cold = self.table, self._cold
-        if cold:
-            for key in keys:
-                cold.pop(key, None)
-        return [table.pop(key) for key in keys]
+        start = self._cold_start
+        end = start + len(keys)
+        if self._cold[start:end] == keys:
+            self._cold_start = end
+        elif self._cold:
+            self._leave_cold(keys)
+        return list(map(self.table.pop, keys))
 
-    def pop_present(self, keys: Sequence[OffloadKey]) -> list[int | None]:
+    def pop_present(self, keys: Sequence[Key]) -> list[int | None]:
         """Remove those of the distinct keys that are in the queue; None stands for the others."""
-        table, cold = self.table, self._cold
-        if cold:
-            for key in keys:
-                cold.pop(key, None)
-        return [table.pop(key, None) for key in keys]
+        if self._cold:
+            self._leave_cold(keys)
+        return list(map(self.table.pop, keys, repeat(None)))
 
-    def peek(self, count: int, skip: Collection[OffloadKey] = ()) -> list[OffloadKey]:
+    def peek(self, count: int, skip: Collection[Key] = ()) -> list[Key]:
         """Return the `count` oldest keys that are not in `skip`, fewer if there are fewer.
 
         O(count + skipped keys passed over), amortised.
@@ -85,25 +91,47 @@ class KeyQueue:
         if count > _COLD_COUNT_MAX:
             # Enough keys to pay for the scan; a cold end for them would be as slow to scan itself.
             return list(islice(filterfalse(skip.__contains__, self.table), count))
-        while True:
-            oldest = filterfalse(skip.__contains__, self._cold) if skip else self._cold
-            found = list(islice(oldest, count))
-            if len(found) == count or len(self._cold) == len(self.table):
-                return found
+        start = self._cold_start
+        found = self._cold[start : start + count]
+        if len(found) == count and not skip and not self._stale:
+            return found
+        found = self._coldest(count, skip)
+        size = 0
+        while len(found) < count and size < len(self.table):
             # The next look is for as many keys at least, so a large request pays for one scan.
-            size = max(_COLD_KEYS_MIN, len(self.table) >> 8, 16 * count, 2 * len(self._cold))
-            self._cold = dict.fromkeys(islice(self.table, size), 0)
+            left = len(self._cold) - self._cold_start
+            size = max(_COLD_KEYS_MIN, len(self.table) >> 8, 16 * count, 2 * left)
+            self._cold, self._cold_start = list(islice(self.table, size)), 0
+            self._stale.clear()
+            found = self._coldest(count, skip)
+        return found
 
     def clear(self) -> None:
         """Remove all keys."""
         self.table = {}
-        self._cold = {}
+        self._cold, self._cold_start = [], 0
+        self._stale.clear()
 
-    def _forget_cold(self, keys: Sequence[OffloadKey]) -> None:
-        cold = self._cold
-        if not cold.keys().isdisjoint(keys):
-            for key in keys:
-                cold.pop(key, None)
+    def _coldest(self, count: int, skip: Collection[Key]) -> list[Key]:
+        cold, start, stale = self._cold, self._cold_start, self._stale
+        if stale:
+            while start < len(cold) and cold[start] in stale:
+                start += 1
+            self._cold_start = start
+        found = cold[start : start + count]
+        is_stale = bool(stale) and not stale.isdisjoint(found)
+        if is_stale or (skip and any(map(skip.__contains__, found))):
+            oldest = filterfalse(stale.__contains__, islice(cold, start, None))
+            found = list(islice(filterfalse(skip.__contains__, oldest), count))
+        return found
+
+    def _leave_cold(self, keys: Sequence[Key]) -> None:
+        cold, start, stale = self._cold, self._cold_start, self._stale
+        stale.update(keys)
+        if len(stale) > len(cold) - start + _COLD_COUNT_MAX:
+            self._cold = list(filterfalse(stale.__contains__, islice(cold, start, None)))
+            self._cold_start = 0
+            stale.clear()
 
     def _compact(self) -> None:
         old = self.table

@@ -12,11 +12,15 @@ class LruPolicy:
     """Exact LRU: the victim is the key whose last use is the longest ago. Keeps no ghosts."""
 
     def __init__(self) -> None:
-        self._order = KeyQueue()
+        self._order: KeyQueue[OffloadKey] = KeyQueue()
 
     def locate(self, keys: Sequence[OffloadKey]) -> list[int | None]:
         """Return the slot of each resident key, None for others."""
         return list(map(self._order.table.get, keys))
+
+    def holds_any(self, keys: Sequence[OffloadKey]) -> bool:
+        """Say whether any of the keys is resident."""
+        return not self._order.table.keys().isdisjoint(keys)
 
     def insert(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
         """Add keys as the most recently used, in order."""

@@ -33,6 +33,9 @@ class EvictionPolicy(Protocol):
     def locate(self, keys: Sequence[OffloadKey]) -> list[int | None]:
         """Return the slot of each resident key, None for others; no use is recorded."""
 
+    def holds_any(self, keys: Sequence[OffloadKey]) -> bool:
+        """Say whether any of the keys is resident."""
+
     def insert(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
         """Add keys that became resident, in order; none of them is resident. O(len(keys))."""
 

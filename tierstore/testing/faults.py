@@ -14,6 +14,7 @@ import math
 import os
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from tierstore.backend.opening import BackendOpener, open_backend
@@ -25,7 +26,14 @@ from tierstore.layout import PAGE_BYTES
 from tierstore.manifest import Manifest
 from tierstore.transfer import FailureReason, PageRun
 
-__all__ = ["FaultSchedule", "FaultyBackend", "FaultySystem", "ShortIoSystem", "faulty_opener"]
+__all__ = [
+    "FaultSchedule",
+    "FaultyBackend",
+    "FaultySystem",
+    "ShortIoSystem",
+    "faulty_opener",
+    "faulty_system_opener",
+]
 
 
 class FaultSchedule:
@@ -59,6 +67,11 @@ class FaultSchedule:
             strikes = self._fail_at <= self._call_count < self._fail_at + self._fail_count
             self._struck_count += strikes
             return strikes
+
+    def fail_from_now(self) -> None:
+        """Let the next call fail, and `fail_count` of them in all."""
+        with self._lock:
+            self._fail_at = self._call_count + 1.0
 
     def heal(self) -> None:
         """Let no further call fail."""
@@ -196,6 +209,14 @@ class FaultySystem(SystemCalls):
     def _strike(self) -> None:
         if self.schedule.strike():
             raise OSError(self.code, os.strerror(self.code))
+
+
+def faulty_system_opener(schedule: FaultSchedule, code: int) -> BackendOpener:
+    """Return what `TierStore.open` takes as `open_backend`: segment files over failing calls.
+
+    One schedule counts the system calls of all tiers; `code` is the errno of the failures.
+    """
+    return partial(open_backend, system=FaultySystem(schedule, code))
 
 
 class ShortIoSystem(SystemCalls):

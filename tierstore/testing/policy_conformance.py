@@ -160,3 +160,6 @@ def _compare_with_a_set(
         assert len(policy) == len(resident)
         assert set(policy.victims(2 * _CAPACITY, ())) == resident.keys()
         assert policy.locate([*resident, *keys_of(99)]) == [*resident.values(), None]
+        for number in range(25):
+            [key] = keys_of(number)
+            assert policy.holds_any(keys_of(99, number)) == (key in resident)

@@ -30,6 +30,11 @@ __all__ = ["Catalog", "SecondaryStats"]
 _logger = logging.getLogger(__name__)
 
 _BACKENDS = ("file", "lmdb")
+_RESERVE = [(b"reserve%d" % number, bytes(4000)) for number in range(32)]
+"""Stored at the start of a transaction and deleted at its end, a page each: what is committed
+leaves so many pages of the map free. In a map that is full to its last page no record could be
+evicted ever again. Single pages, for a map may be full of those."""
+
 _NO_PINS: Mapping[OffloadKey, int] = {}
 
 
@@ -109,10 +114,13 @@ class Catalog:
         return [None if value is None else Place(value[:PLACE_BYTES]) for value in values]
 
     @contextmanager
-    def transaction(self, pins: Mapping[OffloadKey, int] = _NO_PINS) -> Iterator[CatalogTxn]:
+    def transaction(
+        self, pins: Mapping[OffloadKey, int] = _NO_PINS, *, spares_pages: bool = True
+    ) -> Iterator[CatalogTxn]:
         """Run one write transaction, committed when the block ends without an exception.
 
-        Records in `pins` are not evicted.
+        Records in `pins` are not evicted. `spares_pages`: it fails as long as there is still room
+        in the map for those that evict a few records, which do not spare any.
 
         Raises:
             BackendFullError: the map or the device is full; nothing was changed.
@@ -120,6 +128,9 @@ class Catalog:
             CatalogError: a row is damaged; nothing was changed.
         """
         with self._env.write() as txn:
+            if spares_pages:
+                with txn.cursor(db=self._databases.state) as cursor:
+                    cursor.putmulti(_RESERVE)
             space = Space(
                 txn,
                 self._databases,
@@ -129,6 +140,9 @@ class Catalog:
             )
             yield CatalogTxn(txn, self._databases, self.geometry, space, pins)
             space.flush()
+            if spares_pages:
+                for key, _ in _RESERVE:
+                    txn.delete(key, db=self._databases.state)
         self._active = space.active
 
     def is_owner_dead(self, owner: int) -> bool:

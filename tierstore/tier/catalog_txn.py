@@ -171,17 +171,17 @@ class CatalogTxn:
         self.space.state.evicted_count += len(keys)
         return len(keys)
 
-    def forget_namespace(self, namespace: Namespace) -> bool:
-        """Remove up to `EVICT_COUNT_MAX` records of a namespace; say whether there may be more."""
+    def forget_namespace(self, namespace: Namespace, count_max: int) -> bool:
+        """Remove up to `count_max` records of a namespace; say whether there may be more."""
         keys: list[OffloadKey] = []
         with self._txn.cursor(db=self._databases.records) as cursor:
             if cursor.set_range(namespace):
                 for key in cursor.iternext(keys=True, values=False):
-                    if key[:NAMESPACE_BYTES] != namespace or len(keys) == EVICT_COUNT_MAX:
+                    if key[:NAMESPACE_BYTES] != namespace or len(keys) == count_max:
                         break
                     keys.append(OffloadKey(key))
         self.remove(keys)
-        return len(keys) == EVICT_COUNT_MAX
+        return len(keys) == count_max
 
     def adopt_dead(
         self, is_dead: Callable[[int], bool], *, with_idle_releases: bool = False

@@ -6,7 +6,7 @@ one transaction; tickets, waiting requests and events change only after it commi
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tierstore.clock import Clock
 from tierstore.errors import BackendError, BackendFullError, CatalogError
@@ -69,10 +69,8 @@ class CatalogWriter:
 
     def handle(self, operations: Iterable[Operation]) -> None:
         """Apply operations in order; never raises for a failing catalog."""
-        if self._retained:
-            retained, self._retained = self._retained, []
-            self._apply_batch(retained)
-        for batch in _batches(operations):
+        retained, self._retained = self._retained, []
+        for batch in _batches([*retained, *operations]):
             if isinstance(batch[0], ForgetNamespace):
                 self._forget(batch[0])
             else:
@@ -242,23 +240,37 @@ class CatalogWriter:
             work.evict(0, excess)
 
     def _relieve(self) -> None:
-        """Shrink a catalog whose map is full, in transactions that need few pages.
+        """Evict an eighth of a catalog whose map is full.
 
         The catalog is kept below the size that failed from now on.
         """
         self._catalog.forget_dead_readers()
         evicted_count, wanted_count = 0, 1
-        while evicted_count < wanted_count:
-            with self._catalog.transaction(self._pins) as work:
-                wanted_count = wanted_count if evicted_count else work.record_count() // 8
-                step_count = work.evict(0, _RELIEF_STEP)
-                self._record_count_max = max(1, min(self._record_count_max, work.record_count()))
+
+        def evict(work: CatalogTxn) -> bool:
+            nonlocal evicted_count, wanted_count
+            if not evicted_count:
+                wanted_count = work.record_count() // 8
+            step_count = work.evict(0, _RELIEF_STEP)
+            evicted_count += step_count
+            self._record_count_max = max(1, min(self._record_count_max, work.record_count()))
+            return step_count > 0 and evicted_count < wanted_count
+
+        self._shrink(evict)
+
+    def _shrink(self, step: Callable[[CatalogTxn], bool]) -> None:
+        """Repeat a small step while it answers True, in transactions that need few pages."""
+        has_more = True
+        while has_more:
+            with self._catalog.transaction(self._pins, spares_pages=False) as work:
+                has_more = step(work)
                 freed = work.space.emit()
             if freed:
                 self.events.append(_freed(freed))
-            if not step_count:
-                return
-            evicted_count += step_count
+            # What a transaction frees can be used from the next but one on.
+            for _ in range(2):
+                with self._catalog.transaction(spares_pages=False):
+                    pass
 
     def _forget(self, operation: ForgetNamespace) -> None:
         for ticket in self._tickets.values():
@@ -266,18 +278,27 @@ class CatalogWriter:
         while self.waiting:
             self.events.append(Refused(self.waiting.popleft().ticket, FailureReason.CLOSED))
         try:
-            has_more = True
-            while has_more:
-                with self._catalog.transaction() as work:
-                    has_more = work.forget_namespace(operation.namespace)
-                    freed = work.space.emit()
-                if freed:
-                    self.events.append(_freed(freed))
+            try:
+                self._remove_namespace(operation)
+            except BackendFullError as error:
+                self._log("catalog full, evicting", error)
+                self._catalog.forget_dead_readers()
+                namespace = operation.namespace
+                self._shrink(lambda work: work.forget_namespace(namespace, _RELIEF_STEP))
         except (BackendError, CatalogError) as error:
             self._log("catalog write failed", error)
             self._give_up([operation], error)
         else:
             self.forgotten_count += 1
+
+    def _remove_namespace(self, operation: ForgetNamespace) -> None:
+        has_more = True
+        while has_more:
+            with self._catalog.transaction() as work:
+                has_more = work.forget_namespace(operation.namespace, EVICT_COUNT_MAX)
+                freed = work.space.emit()
+            if freed:
+                self.events.append(_freed(freed))
 
     def _give_up(self, batch: Sequence[Operation], error: Exception) -> None:
         """Answer requests with a refusal; keep what must not be lost for the next batch."""

@@ -98,7 +98,7 @@ class PrimaryTier:
         count = len(keys)
         if count > 1 and len(set(keys)) != count:
             _refuse("reserve", "came twice", keys, lambda key: keys.count(key) > 1)
-        if self._policy.locate(keys).count(None) != count:
+        if self._policy.holds_any(keys):
             _refuse("reserve", "is resident", keys, self._is_resident)
         if self._arriving and not self._arriving.keys().isdisjoint(keys):
             _refuse("reserve", "is arriving", keys, self._arriving.__contains__)
@@ -111,10 +111,8 @@ class PrimaryTier:
             # Keys come tail first, and the victims of a prefix too: the tail gets the last slot,
             # so that a prefix lies in the pool in its own order.
             slots = self._slots.take(class_idx, count)[::-1]
-        arriving = self._arriving
-        for key, slot in zip(keys, slots, strict=True):
-            arriving[key] = slot
-        return Reservation(np.array(slots, np.int64), victims)
+        self._arriving.update(zip(keys, slots, strict=True))
+        return Reservation(np.fromiter(slots, np.int64, count), victims)
 
     def commit(self, keys: Sequence[OffloadKey]) -> None:
         """Make arriving keys resident; in order of eviction, so a prefix comes tail first.
@@ -271,7 +269,7 @@ class PrimaryTier:
 
     def _end_arrival(self, what: str, keys: Sequence[OffloadKey]) -> list[int]:
         arriving = self._arriving
-        slots = [arriving.pop(key, _NO_SLOT) for key in keys]
+        slots = list(map(arriving.pop, keys, repeat(_NO_SLOT)))
         if _NO_SLOT in slots:
             # Put them back before naming the key: a repeated key popped its slot only once.
             popped = zip(keys, slots, strict=True)

@@ -44,6 +44,8 @@ class EngineShape:
     """Hit lengths are multiples of this."""
     rank_count: int
     """Workers that answer every job."""
+    draft_groups: frozenset[int] = frozenset()
+    """Indices of the groups that vLLM marks as those of an EAGLE or MTP draft model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +87,11 @@ def describe_engine(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig")
         hash_block_tokens=hash_block_tokens,
         alignment_tokens=kv_cache_config.cache_hit_alignment_tokens or hash_block_tokens,
         rank_count=vllm_config.parallel_config.world_size,
+        draft_groups=frozenset(
+            group_idx
+            for group_idx, group in enumerate(kv_cache_config.kv_cache_groups)
+            if group.is_eagle_group
+        ),
     )
 
 

@@ -117,6 +117,7 @@ class SchedulerHalf:
             hash_tokens=shape.hash_block_tokens,
             counters=counters,
             alignment_tokens=shape.alignment_tokens,
+            draft_groups=shape.draft_groups,
         )
         self._requests: dict[str, Request] = {}
         self._questions: dict[str, _Question] = {}

@@ -179,8 +179,24 @@ class WorkerHalf:
             return None
 
     def suspend(self) -> None:
-        """Finish what is under way before vLLM unmaps the KV caches (sleep mode)."""
-        self._guard("drain", lambda executor: self._answer(executor.drain(_DRAIN_SECONDS)))
+        """Finish what is under way before vLLM unmaps the KV caches (sleep mode); idempotent.
+
+        A copy to or from the KV caches that does not end costs this rank its cache: it would
+        touch unmapped memory, so the executor is given up. Waking up needs nothing: vLLM's own
+        allocator maps the KV caches to the same addresses again.
+        """
+        self._guard("suspend", self._finish_copies)
+
+    def _finish_copies(self, executor: TransferExecutor) -> None:
+        self._answer(executor.drain(_DRAIN_SECONDS))
+        copying = [
+            job_id
+            for job_id, command in self._open_jobs.items()
+            # A load whose deadline passed copies nothing any more.
+            if isinstance(command, Load | Offload) and job_id not in self._late_jobs
+        ]
+        if copying:
+            raise DeviceError(f"{len(copying)} transfers of the KV caches do not end before sleep")
 
     def close(self) -> None:
         """Finish what was accepted and stop; idempotent."""
