@@ -48,10 +48,10 @@ def _mla(config_class: type, **changes: Any) -> transformers.PretrainedConfig:
             "moe_intermediate_size": 64,
             "n_routed_experts": 4,
             "num_experts_per_tok": 2,
-            "kv_lora_rank": 64,
+            "kv_lora_rank": 512,  # with 64 for positions: what the kernels are built for
             "q_lora_rank": None,
             "qk_nope_head_dim": 32,
-            "qk_rope_head_dim": 32,
+            "qk_rope_head_dim": 64,
             "v_head_dim": 32,
             **changes,
         },
