@@ -256,6 +256,7 @@ if __name__ == "__main__":
                 hit_sources,
                 salts,
                 questions,
+                leak,
                 flipped,
                 truncated,
                 removed,
