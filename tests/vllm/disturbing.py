@@ -54,6 +54,17 @@ def questions(lab: Lab) -> dict[str, Any]:
     return {"answers": sorted(answers), "pins": pins}
 
 
+def leak(lab: Lab) -> dict[str, Any]:
+    """A control: pin a chunk as a connector would that forgets to unpin it."""
+    lab.idle()
+    primary = lab.half._stack.primary
+    keys = primary.coldest(1)
+    primary.pin(keys)
+    noticed = lab.check()
+    primary.unpin(keys)
+    return {"noticed": noticed}
+
+
 def flipped(lab: Lab) -> dict[str, Any]:
     """Flip a bit in every second page of every segment, but not in the header pages."""
 
@@ -245,6 +256,7 @@ if __name__ == "__main__":
                 hit_sources,
                 salts,
                 questions,
+                leak,
                 flipped,
                 truncated,
                 removed,

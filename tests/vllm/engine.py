@@ -64,6 +64,8 @@ class EngineJob:
     separate_process: bool = True
     ends: str = "shutdown"
     """`shutdown`, `sigterm` for the engine's process, or `exit` as a script that just ends."""
+    workarounds: bool = False
+    """Patch vLLM as some families need it on a CPU; works in the engine's own process only."""
     engine: dict[str, Any] = field(default_factory=dict)
     """Further arguments of `vllm.LLM`."""
 
@@ -132,6 +134,10 @@ def engine_environment(*, separate_process: bool) -> dict[str, str]:
 
 
 def _run(job: dict[str, Any]) -> dict[str, Any]:
+    if job["workarounds"]:
+        import workarounds
+
+        workarounds.apply()
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
 

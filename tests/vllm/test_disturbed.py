@@ -26,7 +26,7 @@ ALIGNMENT_TOKENS = {"llama": 32, "gemma3": 32, "qwen3_next": 288}
 DAMAGES = {"flipped": "corrupt", "truncated": "absent", "removed": "absent"}
 QUIET = ["hit_sources", "salts", "questions"]
 PHASES = {
-    ("llama", "recompute"): [*QUIET, *DAMAGES, "reset", "full", "vanished", "hooks"],
+    ("llama", "recompute"): [*QUIET, "leak", *DAMAGES, "reset", "full", "vanished", "hooks"],
     ("gemma3", "recompute"): [*QUIET, *DAMAGES, "reset"],
     ("qwen3_next", "recompute"): [*QUIET, "flipped", "reset"],
     ("llama", "fail"): ["flipped", "removed"],
@@ -93,6 +93,11 @@ def test_nothing_leaks_in_any_phase(family: str, policy: str, runs):
     found = runs(family, policy).found
     leaks = {phase: found[phase]["problems"] for phase in PHASES[family, policy]}
     assert not any(leaks.values()), leaks
+
+
+@ran("leak")
+def test_a_leaked_pin_would_be_noticed(family: str, runs):
+    assert runs(family, "recompute").found["leak"]["noticed"] == ["1 chunks stay pinned in memory"]
 
 
 @ran("hit_sources")

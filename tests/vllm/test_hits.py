@@ -173,11 +173,14 @@ def test_answers_survive_preemption(family: str, models: Models):
         assert_same_answers(result, name, model.reference, "crowd", model.noise)
 
 
-def test_one_flipped_bit_of_a_load_would_be_noticed(models: Models):
+@pytest.mark.parametrize(
+    "connector", ["flipping.FlippingConnector", "shortening.ShorteningConnector"]
+)
+def test_a_flipped_bit_or_a_block_too_few_would_be_noticed(connector: str, models: Models):
     model = models.get("llama")
     scenario = model.scenario
     rounds = {name: scenario.rounds()[name] for name in ("cold", "warm")}
-    job = scenario.job(rounds, config=MEMORY_ONLY, connector="flipping.FlippingConnector")
+    job = scenario.job(rounds, config=MEMORY_ONLY, connector=connector)
     result = run_engine(job, model.folder)
     assert_same_answers(result, "cold", model.reference, "cold", model.noise)
     expected = model.reference.rounds["warm"]

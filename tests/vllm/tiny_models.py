@@ -7,78 +7,17 @@ queries and keys a little more, so that attention is sharp: a wrong byte of KV c
 import json
 import math
 import zlib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
+from family_configs import CONFIGS
 from safetensors.torch import save_file
 
 __all__ = ["DTYPES", "build_model"]
 
-VOCABULARY = 320
-_COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-
-
-def _llama() -> transformers.PretrainedConfig:
-    return transformers.LlamaConfig(**_COMMON, num_hidden_layers=3, intermediate_size=256)
-
-
-def _mistral() -> transformers.PretrainedConfig:
-    return transformers.MistralConfig(
-        **_COMMON, num_hidden_layers=3, intermediate_size=256, sliding_window=128
-    )
-
-
-def _gemma3() -> transformers.PretrainedConfig:
-    return transformers.Gemma3TextConfig(
-        **(_COMMON | {"tie_word_embeddings": True}),
-        num_hidden_layers=6,
-        intermediate_size=256,
-        sliding_window=128,
-        query_pre_attn_scalar=32,
-        layer_types=["sliding_attention"] * 5 + ["full_attention"],
-    )
-
-
-def _qwen3_next() -> transformers.PretrainedConfig:
-    return transformers.Qwen3NextConfig(
-        **_COMMON,
-        num_hidden_layers=4,
-        intermediate_size=256,
-        moe_intermediate_size=64,
-        shared_expert_intermediate_size=64,
-        num_experts=4,
-        num_experts_per_tok=2,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=64,
-        linear_value_head_dim=64,
-        linear_conv_kernel_dim=4,
-        layer_types=["linear_attention"] * 3 + ["full_attention"],
-    )
-
-
-_CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
-    "llama": _llama,
-    "mistral": _mistral,
-    "gemma3": _gemma3,
-    "qwen3_next": _qwen3_next,
-}
-
-DTYPES = dict.fromkeys(_CONFIGS, "float32") | {"qwen3_next": "bfloat16"}
+_BFLOAT16_ONLY = ("qwen3_next", "qwen3_5", "deepseek_v2", "deepseek_v3")
+DTYPES = dict.fromkeys(CONFIGS, "float32") | dict.fromkeys(_BFLOAT16_ONLY, "bfloat16")
 """float32 makes runs comparable token for token; some kernels exist for bfloat16 only."""
 
 
@@ -88,7 +27,7 @@ def build_model(family: str, folder: Path, *, seed: int = 0) -> Path:
     if (path / "config.json").exists():
         return path
     path.mkdir(parents=True)
-    config = _CONFIGS[family]()
+    config = CONFIGS[family]()
     dtype = getattr(torch, DTYPES[family])
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config)

@@ -1,0 +1,181 @@
+"""Run model families under real vLLM with tierstore, and write the table of what held.
+
+    scripts/families.py [--families llama gemma3 ...] [--results FOLDER] [--write]
+
+Each family is a tiny model with random weights (tests/vllm/family_configs.py). Five engines run one
+after the other: without tierstore; with it, first cold, then with vLLM's own cache emptied; with a
+cache so small that requests are preempted; a new process on the same disk; a new process on a
+damaged copy of it. A cell is `yes` if all answers are those of the engine without tierstore and
+the tokens that came from a cache are those that vLLM's own cache gives for the same prompts.
+Results are kept per family as JSON, so a run can be continued. `--write` puts the table of all
+results in the folder into adapters/vllm/README.md.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "vllm"))
+
+from engine import EngineResult, Round, run_engine  # noqa: E402 - the tests' harness
+from family_configs import CONFIGS  # noqa: E402
+from scenario import Scenario, assert_same_answers, tier_config  # noqa: E402
+from tiny_models import DTYPES, build_model  # noqa: E402
+
+COLUMNS = ("cold", "memory", "disk", "preempted", "failed load")
+NOISE = {"float32": 1e-3, "bfloat16": 0.05}
+"""By how much logprobs of two runs without tierstore differ, as their batches differ."""
+SMALL_CACHE_BLOCKS = (48, 80, 160)
+SHORTEST = 129
+DAMAGE_EVERY_BYTES = 64 << 10
+README = ROOT / "adapters" / "vllm" / "README.md"
+BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
+
+
+class Family:
+    """One model and what its engines answered."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self._noise = NOISE[DTYPES[name]]
+        self._folder = folder
+        self._scenario = Scenario(build_model(name, folder), DTYPES[name], alignment_tokens=1)
+        prompts = [prompt for prompt in self._scenario.first if len(prompt) >= SHORTEST]
+        self._rounds = {
+            "cold": Round(prompts=prompts, max_tokens=16, one_by_one=True),
+            "again": Round(prompts=prompts, max_tokens=16, one_by_one=True, reset=False),
+            "crowd": Round(prompts=[prompt[:260] for prompt in prompts], max_tokens=48),
+        }
+        self._config = tier_config("file", folder / "tier")
+
+    def run(self) -> dict[str, str]:
+        """Run all engines; return a cell per column, and `kv` with what tierstore says it keeps."""
+        reference = self._engine("cold", "again", "crowd", config=None)
+        expected = [answer.cached for answer in reference.rounds["again"]]
+        if not any(expected):
+            return {"note": "vLLM's own prefix cache hits nothing on this platform"}
+        first = self._engine("cold", "memory", config=self._config)
+        # Some prompts begin like one before them.
+        shared = [answer.cached for answer in reference.rounds["cold"]]
+        cells = {
+            "cold": self._cell(first, "cold", reference, shared),
+            "memory": self._cell(first, "memory", reference, expected),
+        }
+        shutil.copytree(self._folder / "tier", self._folder / "damaged")
+        disk = self._engine("memory", config=self._config)
+        cells["disk"] = self._cell(disk, "memory", reference, expected)
+        _damage(self._folder / "damaged")
+        lost = self._engine("memory", config=tier_config("file", self._folder / "damaged"))
+        cells["failed load"] = self._cell(lost, "memory", reference, None)
+        if not lost.metrics.get("tierstore_failed_loads"):
+            cells["failed load"] = "no load failed"
+        cells["preempted"] = self._preempted(reference)
+        return {"cached tokens": f"{sum(expected):,}", **cells}
+
+    def _preempted(self, reference: EngineResult) -> str:
+        """Run the crowd in the smallest of some caches in which vLLM takes the longest request."""
+        memory_only = {"version": 1, "primary": {"capacity": "96MiB"}}
+        cause = ""
+        for block_count in SMALL_CACHE_BLOCKS:
+            small = {"num_gpu_blocks_override": block_count, "max_model_len": 512}
+            try:
+                result = self._engine("crowd", config=memory_only, engine=small)
+            except RuntimeError as error:
+                cause = _cause(error)
+                continue
+            cell = self._cell(result, "crowd", reference, None)
+            return cell if result.metrics.get("num_preemptions") else f"{cell} (none was)"
+        return f"not run ({cause[:60]})"
+
+    def _engine(self, *names: str, **changes: object) -> EngineResult:
+        rounds = {name: self._rounds["cold" if name == "memory" else name] for name in names}
+        job = self._scenario.job(rounds, workarounds=True, separate_process=False, **changes)
+        return run_engine(job, self._folder, timeout_seconds=400)
+
+    def _cell(
+        self, result: EngineResult, name: str, reference: EngineResult, expected: list[int] | None
+    ) -> str:
+        """Compare a round with the reference; an engine's end checks that no block leaked."""
+        theirs = "crowd" if name == "crowd" else "cold"
+        try:
+            assert_same_answers(result, name, reference, theirs, self._noise)
+        except AssertionError as error:
+            return f"NO: {str(error).splitlines()[0]}"
+        cached = [answer.cached for answer in result.rounds[name]]
+        if expected is not None and cached != expected:
+            return f"NO: {sum(cached):,} of {sum(expected):,} tokens cached"
+        return "yes"
+
+
+def _cause(error: RuntimeError) -> str:
+    """Return the first line of an engine's log that names an error: the others come of it."""
+    lines = str(error).splitlines()
+    line = next((line for line in lines if "Error: " in line), lines[-1])
+    return line.split("] ")[-1].strip()
+
+
+def _damage(tier: Path) -> None:
+    """Flip a bit in every so many bytes of all segments."""
+    for segment in tier.glob("rank*/*.seg"):
+        with segment.open("r+b") as file:
+            size = segment.stat().st_size
+            for offset in range(4096 + 100, size, DAMAGE_EVERY_BYTES):
+                file.seek(offset)
+                value = file.read(1)
+                file.seek(offset)
+                file.write(bytes([value[0] ^ 1]))
+
+
+def table_of(folder: Path) -> str:
+    """Lay all results out as Markdown."""
+    head = ("family", "cached tokens", *COLUMNS)
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    notes = []
+    for name in CONFIGS:
+        path = folder / f"{name}.json"
+        if not path.exists():
+            continue
+        found = json.loads(path.read_text())
+        if "note" in found:
+            notes.append(f"`{name}`: {found['note']}")
+            found = dict.fromkeys(COLUMNS, "not run")
+        cells = [found.get(column, "not run") for column in head[1:]]
+        lines.append("| " + " | ".join([f"`{name}`", *cells]) + " |")
+    return "\n".join([*lines, "", *notes])
+
+
+def main() -> int:
+    """Run what the command line names; status 1 if a cell says no."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--families", nargs="+", choices=list(CONFIGS), default=list(CONFIGS))
+    parser.add_argument("--results", type=Path, default=ROOT / ".families")
+    parser.add_argument("--write", action="store_true", help="into adapters/vllm/README.md")
+    options = parser.parse_args()
+    options.results.mkdir(parents=True, exist_ok=True)
+    for name in options.families:
+        result = options.results / f"{name}.json"
+        if result.exists():
+            continue
+        folder = Path(tempfile.mkdtemp(prefix=f"family-{name}-"))
+        try:
+            found = Family(name, folder).run()
+        except RuntimeError as error:
+            found = {"note": _cause(error)}
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        result.write_text(json.dumps(found, indent=1))
+        print(name, found, flush=True)
+    table = table_of(options.results)
+    print(table)
+    if options.write:
+        text = README.read_text()
+        before, after = text.split(BEGIN)[0], text.split(END)[1]
+        README.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
+    return 1 if "| NO" in table else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
