@@ -47,7 +47,7 @@ class Family:
         self._rounds = {
             "cold": Round(prompts=prompts, max_tokens=16, one_by_one=True),
             "again": Round(prompts=prompts, max_tokens=16, one_by_one=True, reset=False),
-            "crowd": Round(prompts=[prompt[:260] for prompt in prompts], max_tokens=48),
+            "crowd": Round(prompts=[prompt[:260] for prompt in prompts], max_tokens=64),
         }
         self._config = tier_config("file", folder / "tier")
 
