@@ -41,7 +41,8 @@ def test_a_listener_that_applies_all_events_knows_what_is_resident(actions: list
             stack.reset()
         else:
             reservation = stack.reserve_offload(0, keys[action : action + 2])
-            stack.finish_offload(reservation, failed=[0] if action == 3 else [])
+            failed = [0] if action == 3 and reservation.keys else []
+            stack.finish_offload(reservation, failed=failed)
         for event in source.take():
             assert event.medium == "CPU"
             if isinstance(event, BlockStored):
