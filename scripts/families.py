@@ -98,7 +98,7 @@ class Family:
     def _cell(
         self, result: EngineResult, name: str, reference: EngineResult, expected: list[int] | None
     ) -> str:
-        """Compare a round with the reference; an engine's end checks that no block leaked."""
+        """Compare a round with the reference; leaks show only in the reset before a next round."""
         theirs = "crowd" if name == "crowd" else "cold"
         try:
             assert_same_answers(result, name, reference, theirs, self._noise)
