@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 from families import COLUMNS, Family
 
-pytestmark = pytest.mark.vllm
+# In continuous integration these cost more than two minutes; layouts, planner and engine are tested
+# there by others.
+pytestmark = [pytest.mark.vllm, pytest.mark.exhaustive]
 
 
 @pytest.mark.parametrize("name", ["llama4", "deepseek_v2"])
