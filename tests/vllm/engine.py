@@ -29,6 +29,7 @@ __all__ = [
 ]
 
 _VLLM_METRICS = ("vllm:num_preemptions", "vllm:prompt_tokens_cached_by_source")
+_QUIET_ANSWERS = 40
 _REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -242,10 +243,13 @@ def _wait_for(file: Path) -> None:
 def _announce(llm: Any, file: Path) -> None:
     from vllm import SamplingParams
 
-    for _ in range(200):
-        metrics = read_metrics(llm)
-        stored = metrics.get("tierstore_offloaded_chunks", 0)
-        if stored and metrics.get("tierstore_demoted_chunks", 0) >= stored:
+    written, quiet_count = 0.0, 0
+    for _ in range(400):
+        now = read_metrics(llm).get("tierstore_demoted_chunks", 0)
+        # What another engine has recorded is not written again, so the sum to come is not known.
+        quiet_count = quiet_count + 1 if now == written else 0
+        written = now
+        if written and quiet_count == _QUIET_ANSWERS:
             file.touch()
             return
         # Counters come with the answers to requests; this one is too short to be stored.
