@@ -71,6 +71,11 @@ class SecondaryTier:
         tier._mailbox.open()
         return tier
 
+    @property
+    def damage(self) -> str:
+        """Why the catalog was started anew when it was opened; empty: it was not."""
+        return self._catalog.damage
+
     def locate(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
         """Return the place of each recorded key; one read transaction, about 1.5 us per key."""
         if self._forget_count != self._writer.forgotten_count:

@@ -94,6 +94,8 @@ class TierStack:
                 secondaries.append(
                     SecondaryTier.open(tier, manifest, tier_idx=tier_idx, rank_count=rank_count)
                 )
+                if secondaries[-1].damage:
+                    counters.add(Metric.DISCARDED_CATALOGS, label=tier.name)
         except BaseException:
             for secondary in secondaries:
                 secondary.close()
