@@ -10,7 +10,7 @@
     +-- DeviceError      the GPU or its driver refused a call
     |   +-- DeviceBusyError   only for now: a CUDA graph is being captured; try again later
     +-- CatalogError     the directory of a secondary tier cannot be opened or written
-    |   +-- CatalogDamagedError   its rows contradict each other; it is started anew when next opened
+    |   +-- CatalogDamagedError   its rows contradict each other; it starts anew when next opened
     +-- ClosedError      the object was used after `close`
     +-- PromptError      a line of prompts for a warm-up is wrong; names the line and the remedy
     +-- MissingExtraError      an optional library is not installed; names the extra

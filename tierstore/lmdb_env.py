@@ -103,11 +103,15 @@ class LmdbEnv:
     _registry_lock = threading.Lock()
 
     def __init__(
-        self, directory: Path, env: lmdb.Environment, key: tuple[int, str], damage: str
+        self,
+        directory: Path,
+        env: lmdb.Environment,
+        key: tuple[int, str],
+        admission: lmdb_file.Admission,
     ) -> None:
         self.directory = directory
-        self.damage = damage
-        """Why its contents were given up when it was opened; empty: they were not."""
+        self.admission = admission
+        """What was found in its file when it was opened."""
         self._env = env
         self._key = key
         self._is_sealed = False
@@ -121,8 +125,8 @@ class LmdbEnv:
         """Open or create the environment below `directory`, which is made if needed.
 
         Its file is verified first, unless another process has it open; if it is damaged, it is
-        removed, and `damage` says why. With `sealed`, the last one to close it seals it: every bit
-        is verified then, and faster, for the price of reading the file once at the close.
+        removed, and `admission` says why. With `sealed`, the last one to close it seals it: every
+        bit is verified then, and faster, for the price of reading the file once at the close.
 
         `map_bytes` bounds the data file for good, or grows to its present size. Of several
         openers in one process the first decides. Nothing is flushed but by `sync`. `readahead`
@@ -135,8 +139,8 @@ class LmdbEnv:
             key = (os.getpid(), os.path.realpath(directory))
             shared = cls._shared.get(key)
             if shared is None:
-                env, damage = _open_env(directory, map_bytes, readahead=readahead)
-                shared = cls._shared[key] = cls(directory, env, key, damage)
+                env, admission = _open_env(directory, map_bytes, readahead=readahead)
+                shared = cls._shared[key] = cls(directory, env, key, admission)
             shared._is_sealed |= sealed
             shared._reference_count += 1
             return shared  # type: ignore[return-value]
@@ -230,10 +234,12 @@ class LmdbEnv:
             raise translate(error, self.directory) from error
 
 
-def _open_env(directory: Path, map_bytes: int, *, readahead: bool) -> tuple[lmdb.Environment, str]:
+def _open_env(
+    directory: Path, map_bytes: int, *, readahead: bool
+) -> tuple[lmdb.Environment, lmdb_file.Admission]:
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        damage = lmdb_file.admit(directory, map_bytes=map_bytes)
+        admission = lmdb_file.admit(directory, map_bytes=map_bytes)
         env = lmdb.open(
             os.fspath(directory),
             map_size=map_bytes,
@@ -249,4 +255,4 @@ def _open_env(directory: Path, map_bytes: int, *, readahead: bool) -> tuple[lmdb
         raise translate(error, directory) from error
     except OSError as error:
         raise BackendError(f"{directory}: {error}; make the path writable") from error
-    return env, damage
+    return env, admission

@@ -5,8 +5,9 @@
     seal.bin   size and checksum of the data file as its last user left it; absent while it is used
     distrust   a note: what the rows say cannot be right
 
-A seal that fits proves every bit. Without one (a process was killed) the structure of the file is
-verified, page by page: see `lmdb_image`. A damaged file is removed: what was in it is a cache.
+A seal that fits proves every bit. Where it does not fit, or there is none (a process was killed),
+the structure of the file is verified, page by page: see `lmdb_image`. A file with a damaged
+structure is removed: what was in it is a cache.
 """
 
 import fcntl
@@ -15,13 +16,14 @@ import os
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from tierstore.lmdb_image import find_damage
 
-__all__ = ["LOCK_FILE_BYTES", "admit", "distrust", "seal"]
+__all__ = ["LOCK_FILE_BYTES", "Admission", "admit", "distrust", "seal"]
 
 _logger = logging.getLogger(__name__)
 
@@ -39,28 +41,39 @@ _PAGE_BYTES_MIN = 4096
 _CAUSE_BYTES_MAX = 1000
 
 
-def admit(directory: Path, *, map_bytes: int) -> str:
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What was found before the library opened a data file."""
+
+    damage: str = ""
+    """What was wrong with a file that was removed, in words; empty: none was."""
+    is_suspect: bool = False
+    """It is not as it was left, but its structure is sound: what it says must be verified."""
+
+
+def admit(directory: Path, *, map_bytes: int) -> Admission:
     """Prepare the files for the library, and verify them unless another process has them open.
 
     A damaged data file is removed, so that the library starts a new one.
-
-    Returns:
-        What was wrong with a removed file, in words; empty: nothing was removed.
 
     Raises:
         OSError: the files cannot be read or written.
     """
     with _alone(directory) as is_alone:
         if not is_alone:
-            return ""
-        cause = _find_damage(directory, map_bytes)
-        if cause:
-            (directory / _DATA).unlink(missing_ok=True)
+            return Admission()
+        path = directory / _DATA
+        seal_fits = _break_seal(directory)
+        damage = _noted_distrust(directory)
+        if not damage and seal_fits is not True and path.exists():
+            damage = _find_damage(path, map_bytes)
+        if damage:
+            path.unlink(missing_ok=True)
             (directory / _DISTRUST).unlink(missing_ok=True)
             _logger.warning(
-                "database damaged, started anew: directory=%s cause=%s", directory, cause
+                "database damaged, started anew: directory=%s cause=%s", directory, damage
             )
-        return cause
+        return Admission(damage, is_suspect=seal_fits is False and not damage)
 
 
 def seal(directory: Path) -> None:
@@ -107,35 +120,36 @@ def _alone(directory: Path) -> Iterator[bool]:
         os.close(descriptor)
 
 
-def _find_damage(directory: Path, map_bytes: int) -> str:
-    noted = _take(directory / _DISTRUST, is_kept=True)
-    sealed = _take(directory / _SEAL)
-    path = directory / _DATA
-    if noted is not None:
-        return noted.decode(errors="replace")
-    if not path.exists():
+def _break_seal(directory: Path) -> bool | None:
+    """Remove the seal and say whether it fits; None: there is none, or it is damaged itself."""
+    path = directory / _SEAL
+    try:
+        sealed = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    path.unlink()
+    expected, checksum = sealed[: _SEALED.size], sealed[_SEALED.size :]
+    if checksum != _CHECKSUM.pack(xxh3_64_intdigest(expected)):
+        return None
+    try:
+        return _SEALED.pack(*_fingerprint(directory / _DATA)) == expected
+    except FileNotFoundError:
+        return None
+
+
+def _noted_distrust(directory: Path) -> str:
+    try:
+        return (directory / _DISTRUST).read_text(errors="replace")
+    except FileNotFoundError:
         return ""
-    if sealed is not None and sealed[_SEALED.size :] == _CHECKSUM.pack(
-        xxh3_64_intdigest(sealed[: _SEALED.size])
-    ):
-        if _SEALED.pack(*_fingerprint(path)) == sealed[: _SEALED.size]:
-            return ""
-        return "it is not as it was left"
+
+
+def _find_damage(path: Path, map_bytes: int) -> str:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return find_damage(descriptor, page_count_max=map_bytes // _PAGE_BYTES_MIN)
     finally:
         os.close(descriptor)
-
-
-def _take(path: Path, *, is_kept: bool = False) -> bytes | None:
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    if not is_kept:
-        path.unlink()
-    return content
 
 
 def _fingerprint(path: Path) -> tuple[int, int]:

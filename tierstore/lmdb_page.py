@@ -53,8 +53,10 @@ Words = npt.NDArray[np.uint16]
 Bytes = npt.NDArray[np.uint8]
 
 HEADER_BYTES = 16
-BRANCH, LEAF = 1, 2
-BIG, NAMED = 1, 2
+BRANCH = 1
+LEAF = 2
+BIG = 1
+NAMED = 2
 _NODE_BYTES = 8
 _KEY_BYTES_MAX = 511
 _CHILDREN_MIN = 2

@@ -25,7 +25,7 @@ from tierstore.geometry import SpaceGeometry
 from tierstore.key import OffloadKey
 from tierstore.layout import PAGE_BYTES
 from tierstore.lmdb_env import LmdbEnv, Transaction
-from tierstore.manifest import FORMAT_VERSION, Manifest
+from tierstore.manifest import FORMAT_VERSION, Manifest, namespace_of
 from tierstore.record import PLACE_BYTES
 from tierstore.tier.catalog_check import check_catalog, verify_sums
 from tierstore.tier.catalog_schema import Databases, StateRow
@@ -108,6 +108,8 @@ class Catalog:
         try:
             databases = Databases(env)
             with env.write() as txn:
+                if env.admission.is_suspect:
+                    _verify_rows(txn, databases, geometry)
                 state = _enter_state(txn, databases, config, geometry)
                 _enter_manifest(txn, databases, config, manifest)
                 owner_lock = OwnerLock(config.path / "owners", state.next_owner)
@@ -126,7 +128,7 @@ class Catalog:
     @property
     def damage(self) -> str:
         """Why the catalog was started anew when it was opened; empty: it was not."""
-        return self._env.damage
+        return self._env.admission.damage
 
     def locate(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
         """Return the place of each recorded key; one read transaction.
@@ -241,6 +243,12 @@ class Catalog:
         self._env.close()
 
 
+def _verify_rows(txn: Transaction, databases: Databases, geometry: SpaceGeometry) -> None:
+    problems = check_catalog(txn, databases, geometry)
+    if problems:
+        raise CatalogDamagedError(problems[0])
+
+
 def _enter_state(
     txn: Transaction, databases: Databases, config: SecondaryConfig, geometry: SpaceGeometry
 ) -> StateRow:
@@ -275,6 +283,8 @@ def _enter_manifest(
     txn: Transaction, databases: Databases, config: SecondaryConfig, manifest: Manifest
 ) -> None:
     stored = txn.get(manifest.namespace, db=databases.namespaces)
+    if stored is not None and namespace_of(stored) != manifest.namespace:
+        raise CatalogDamagedError("a manifest does not give its namespace")
     if stored is None:
         with txn.cursor(db=databases.namespaces) as others:
             difference = manifest.nearest_difference(bytes(json) for _, json in others)

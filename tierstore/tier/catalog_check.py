@@ -8,6 +8,7 @@ import numpy.typing as npt
 from tierstore.errors import CatalogDamagedError
 from tierstore.geometry import SpaceGeometry, segment_overhead_pages
 from tierstore.lmdb_env import Transaction
+from tierstore.manifest import namespace_of
 from tierstore.tier.catalog_schema import (
     ORDER_PAGES_BYTES,
     Databases,
@@ -87,12 +88,20 @@ class _Check:
 
     def run(self) -> list[str]:
         return [
+            *self._manifest_problems(),
             *self._order_problems(),
             *self._record_problems(),
             *self._overlap_problems(),
             *self._segment_problems(),
             *self._state_problems(),
         ]
+
+    def _manifest_problems(self) -> Iterator[str]:
+        """Manifests give the namespaces under which they are stored."""
+        with self._txn.cursor(db=self._databases.namespaces) as cursor:
+            for namespace, manifest in cursor:
+                if namespace_of(manifest) != namespace:
+                    yield f"the manifest of namespace {namespace.hex()} gives another one"
 
     def _order_problems(self) -> Iterator[str]:
         """Records and order name each other, one to one."""

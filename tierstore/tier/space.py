@@ -52,7 +52,7 @@ class Space:
         """The segment that this owner appends to; the caller keeps it between transactions."""
         value = txn.get(_STATE_KEY, db=databases.state)
         if value is None:
-            raise CatalogDamagedError(f"the state row is missing")
+            raise CatalogDamagedError("the state row is missing")
         self.state = StateRow.unpack(value)
         self._segments: dict[int, SegmentRow | None] = {}
         self._extents: dict[int, ExtentRow | None] = {}
