@@ -244,7 +244,7 @@ class _Image:
             children = []
             for block, words in self._pages(level):
                 nodes = nodes_of(block, words, BRANCH)
-                children.append(nodes.size | (nodes.flags.astype(np.int64) << 32))
+                children.append(nodes.size | nodes.flags << 32)
             level = np.concatenate(children)
         self._use(level, where)
         tree.leaves = level

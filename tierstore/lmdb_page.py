@@ -103,8 +103,8 @@ class Nodes:
     """Index of the node's page among the pages."""
     size: Numbers
     """Of a leaf's value, or of a branch the low half of the child's number."""
-    flags: Words
-    key_bytes: Words
+    flags: Numbers
+    key_bytes: Numbers
     key_at: Numbers
     """Offset of the key in the bytes of all pages."""
 
@@ -124,36 +124,37 @@ def nodes_of(numbers: Numbers, words: Words, kind: int) -> Nodes:
     sound &= (lower | upper) & 1 == 0
     require(sound, numbers, "page header")
     counts = (lower - HEADER_BYTES) >> 1
-    ends = np.cumsum(counts)
+    firsts = np.cumsum(counts) - counts
     page = np.repeat(np.arange(len(numbers)), counts)
-    base = page * width
+    page_at = page * width
+    rank = np.arange(len(page)) - np.repeat(firsts, counts)
     flat = words.reshape(-1)
-    rank = np.arange(len(page)) - np.repeat(ends - counts, counts)
-    offset = flat[base + rank + HEADER_BYTES // 2].astype(np.int64)
-    sound = (offset >= upper[page]) & (offset <= page_bytes - _NODE_BYTES) & (offset & 1 == 0)
-    require(sound, numbers[page], "offset of a node")
-    at = base + (offset >> 1)
-    size = flat[at].astype(np.int64) | (flat[at + 1].astype(np.int64) << 16)
-    flags, key_bytes = flat[at + 2], flat[at + 3]
-    taken = key_bytes.astype(np.int64) + _NODE_BYTES
+    offset = flat[page_at + rank + HEADER_BYTES // 2]
+    sound = (offset >= np.repeat(words[:, 7], counts)) & (offset <= page_bytes - _NODE_BYTES)
+    sound &= offset & 1 == 0
+    require(sound, numbers, "offset of a node", page)
+    at = page_at + (offset >> 1)
+    # The four words of a node's head as one number, wherever it begins.
+    head = np.ndarray((flat.size - 3,), "<i8", flat.data, strides=(2,))[at]
+    size, flags, key_bytes = head & 0xFFFFFFFF, head >> 32 & 0xFFFF, head >> 48 & 0xFFFF
+    taken = key_bytes + _NODE_BYTES
+    sound = key_bytes <= _KEY_BYTES_MAX
     if kind == LEAF:
+        sound &= (flags <= NAMED) & (key_bytes > 0)
         # A value in an overflow run leaves its page number here.
         taken += np.where(flags == BIG, 8, size)
-        sound = (flags <= NAMED) & (key_bytes > 0) & (key_bytes <= _KEY_BYTES_MAX)
-    else:
-        sound = key_bytes <= _KEY_BYTES_MAX
     taken += taken & 1
-    end = offset + taken
-    sound &= end <= page_bytes
-    require(sound, numbers[page], "node")
-    # Without gaps: where a node ends, another begins or the page ends, and the sizes add up.
-    begins = np.zeros((len(numbers), width + 1), bool)
-    begins[page, offset >> 1] = True
-    begins[:, width] = True
-    sums = np.diff(np.concatenate([[0], np.cumsum(taken)])[np.concatenate([[0], ends])])
-    sound_pages = (sums == page_bytes - upper) & begins[np.arange(len(numbers)), upper >> 1]
-    require(sound_pages, numbers, "space of its nodes")
-    require(begins[page, end >> 1], numbers[page], "node")
+    sound &= offset + taken <= page_bytes
+    require(sound, numbers, "node", page)
+    # Without gaps: the sizes add up, and where a node ends, another begins or the page ends, which
+    # is the first word of the next page. No node begins in a page's header.
+    begins = np.zeros(flat.size + 1, bool)
+    begins[::width] = True
+    begins[at] = True
+    sound = np.add.reduceat(taken, firsts) == page_bytes - upper
+    sound &= begins[np.arange(len(numbers)) * width + (upper >> 1)]
+    require(sound, numbers, "space of its nodes")
+    require(begins[at + (taken >> 1)], numbers, "node", page)
     return Nodes(page, size, flags, key_bytes, 2 * at + _NODE_BYTES)
 
 
@@ -164,14 +165,17 @@ def u64_at(content: Bytes, offsets: Numbers) -> Numbers:
     return numbers
 
 
-def require(sound: npt.NDArray[np.bool_], numbers: Numbers, what: str) -> None:
-    """Check one verdict per number, which is the page that a failing one is about.
+def require(
+    sound: npt.NDArray[np.bool_], numbers: Numbers, what: str, page: Numbers | None = None
+) -> None:
+    """Check one verdict per page; or per node, if `page` is the index of each one's page.
 
     Raises:
         ImageDamagedError: not all are true.
     """
     if not sound.all():
-        damage(f"page {numbers[int(np.argmin(sound))]}", what)
+        index = int(np.argmin(sound))
+        damage(f"page {numbers[index if page is None else page[index]]}", what)
 
 
 def damage(where: str, what: str) -> NoReturn:

@@ -171,7 +171,7 @@ def test_others_who_use_a_distrusted_environment_are_not_disturbed(path):
         env.close()
         assert get(path, b"held")[1] == b"by another"
         holder.communicate("\n", timeout=60)
-        assert get(path, b"held") [1] is None
+        assert get(path, b"held")[1] is None
     finally:
         holder.kill()
         holder.communicate()
