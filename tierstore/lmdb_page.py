@@ -121,7 +121,7 @@ def nodes_of(numbers: Numbers, words: Words, kind: int) -> Nodes:
     least = HEADER_BYTES + 2 * (1 if kind == LEAF else _CHILDREN_MIN)
     sound = (words.view("<i8")[:, 0] == numbers) & (words[:, 5] == kind)
     sound &= (lower >= least) & (lower <= upper) & (upper <= page_bytes)
-    sound &= (lower | upper) & 1 == 0
+    sound &= lower & 1 == 0
     require(sound, numbers, "page header")
     counts = (lower - HEADER_BYTES) >> 1
     firsts = np.cumsum(counts) - counts
@@ -130,8 +130,7 @@ def nodes_of(numbers: Numbers, words: Words, kind: int) -> Nodes:
     rank = np.arange(len(page)) - np.repeat(firsts, counts)
     flat = words.reshape(-1)
     offset = flat[page_at + rank + HEADER_BYTES // 2]
-    sound = (offset >= np.repeat(words[:, 7], counts)) & (offset <= page_bytes - _NODE_BYTES)
-    sound &= offset & 1 == 0
+    sound = (offset <= page_bytes - _NODE_BYTES) & (offset & 1 == 0)
     require(sound, numbers, "offset of a node", page)
     at = page_at + (offset >> 1)
     # The four words of a node's head as one number, wherever it begins.

@@ -109,6 +109,8 @@ class Image:
         self.leaf = int(self.u32(self.first_child))
         second_child = self.branch * PAGE + int(pages[self.branch][18:20].view("<u2")[0])
         self.next_leaf = int(self.u32(second_child))
+        count = (int(pages[self.leaf][12:14].view("<u2")[0]) - 16) // 2
+        self.offsets = pages[self.leaf][16 : 16 + 2 * count].view("<u2").tolist()
         self.node = self.leaf * PAGE + int(pages[self.leaf][16:18].view("<u2")[0])
         self.free_leaf = int(self.meta["free"]["root"])
 
@@ -170,11 +172,21 @@ DAMAGE = {
         lambda i: (i.leaf * PAGE + 16, int(i.u32(i.leaf * PAGE + 16) >> 16), 2),
         "node",
     ),
+    "another node in the place of the lowest": (
+        lambda i: (
+            i.leaf * PAGE + 16 + 2 * i.offsets.index(min(i.offsets)),
+            max(i.offsets),
+            2,
+        ),
+        "space of its nodes",
+    ),
     "size of a node": (lambda i: (i.node, 38, 2), "space of its nodes"),
     "huge node": (lambda i: (i.node + 2, 1, 2), "node"),
     "flags of a node": (lambda i: (i.node + 4, 4, 2), "node"),
     "named database in a named one": (lambda i: (i.node + 4, 2, 2), "database"),
-    "key without bytes": (lambda i: (i.node + 6, 0, 2), "node"),
+    "key without bytes, value larger": (lambda i: (i.node, 48, 8), "node"),
+    "odd lower": (lambda i: (i.leaf * PAGE + 12, int(i.u32(i.leaf * PAGE + 12)) + 1, 4), "header"),
+    "odd offset": (lambda i: (i.leaf * PAGE + 16, int(i.u32(i.leaf * PAGE + 16)) + 1, 4), "offset"),
     "child": (lambda i: (i.first_child, 1 << 30, 4), "beyond the last page"),
     "high bits of a child": (lambda i: (i.first_child + 4, 1, 2), "beyond the last page"),
     "a child twice": (lambda i: (i.first_child, i.next_leaf, 4), "two purposes"),
@@ -203,14 +215,14 @@ def test_damage_of_the_list_of_free_pages_is_found(tmp_path, image, change):
     node = leaf + int(copy.u32(leaf + 16) & 0xFFFF)
     assert copy.u32(node) >= 24, "the list has two pages at least"
     key, count, first = node + 8, node + 16, node + 24
-    at, value = {
-        "beyond": (first, 1 << 40),
-        "used": (first, copy.main_page),
-        "order": (first, 2),
-        "count": (count, copy.u64(count) + 1),
-        "transaction": (key, 1 << 50),
+    at, value, width = {
+        "beyond": (first, 1 << 40, 8),
+        "used": (first, copy.main_page, 8),
+        "order": (first, copy.u64(first + 8) | copy.u64(first) << 64, 16),
+        "count": (count, copy.u64(count) + 1, 8),
+        "transaction": (key, 1 << 50, 8),
     }[change]
-    assert copy.verdict_after(at, value, 8) != ""
+    assert copy.verdict_after(at, value, width) != ""
 
 
 def test_a_truncated_file_is_damaged(tmp_path, image):
