@@ -98,7 +98,7 @@ def distrust(directory: Path, cause: str) -> None:
 def _alone(directory: Path) -> Iterator[bool]:
     """Say whether no process has the environment open, and keep it so.
 
-    Others that want to open it wait. Its lock file has all its blocks afterwards: the library
+    Others that want to open it wait in the library, and take it as they find it. Its lock file has all its blocks afterwards: the library
     writes to it through a mapping, which in a file with holes on a device without room ends the
     process by SIGBUS.
     """
@@ -112,10 +112,11 @@ def _alone(directory: Path) -> Iterator[bool]:
         wanted = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
         try:
             fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, wanted)
-        except (BlockingIOError, PermissionError):
-            yield False
+        except OSError:  # another process has it, or the file system knows no such locks
+            is_alone = False
         else:
-            yield True
+            is_alone = True
+        yield is_alone
     finally:
         os.close(descriptor)
 

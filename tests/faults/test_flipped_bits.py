@@ -40,7 +40,7 @@ def flip(store, count):
 
 
 def test_a_sample_of_flipped_bits_ends_in_right_bytes_or_in_a_miss(store):
-    kinds = flip(store, 40)
+    kinds = flip(store, 30)
     assert kinds["started anew"], "no flip hit the catalog: the test tests nothing"
 
 
