@@ -98,9 +98,9 @@ def distrust(directory: Path, cause: str) -> None:
 def _alone(directory: Path) -> Iterator[bool]:
     """Say whether no process has the environment open, and keep it so.
 
-    Others that want to open it wait in the library, and take it as they find it. Its lock file has all its blocks afterwards: the library
-    writes to it through a mapping, which in a file with holes on a device without room ends the
-    process by SIGBUS.
+    Others that want to open it wait in the library, and take it as they find it. Its lock file has
+    all its blocks afterwards: the library writes to it through a mapping, which in a file with
+    holes on a device without room ends the process by SIGBUS.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
     descriptor = os.open(directory / _LOCK, flags, 0o644)
