@@ -144,11 +144,8 @@ class _Image:
         meta = metas[int(metas[1]["transaction"] > metas[0]["transaction"])]
         self._transaction = int(meta["transaction"])
         self._page_count = int(meta["last_page"]) + 1
-        if (
-            not _META_COUNT
-            <= self._page_count
-            <= max(self._page_count_max, self._size // page_bytes)
-        ):
+        count_max = max(self._page_count_max, self._size // page_bytes)
+        if not _META_COUNT <= self._page_count <= count_max:
             damage("meta page", "last page")
         return meta
 
@@ -280,6 +277,8 @@ class _Image:
             sound &= first + counts <= self._page_count
             sound &= (first + needed) * self._page_bytes <= self._size
             require(sound, first, "head of an overflow run")
+            if int(counts.sum()) > self._page_count:
+                damage("overflow run", "a page with two purposes")
             ramps = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
             self._use(np.repeat(first, counts) + ramps, "overflow run")
             sums = np.bincount(owner, weights=counts, minlength=len(trees)).tolist()

@@ -1,14 +1,19 @@
 """One store, many copies with flipped bits, each used in a process of its own.
 
 A child that dies by a signal, or is still alive when its alarm rings, is an outcome like any other.
+As a script: folder, backend, `closed` or `killed`, first seed, count; prints a trial per line.
 """
 
+import dataclasses
 import json
 import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +21,7 @@ from store_kit import Chunks, config_of, misses
 
 from tierstore.errors import TierStoreError
 
+ROOT = Path(__file__).parents[2]
 PAGE = 4096
 PATIENCE_SECONDS = 60
 OLD = range(120)
@@ -31,6 +37,20 @@ class Trial:
     found_count: int = 0
     flips: tuple[str, ...] = ()
     is_sound: bool = True
+
+
+def trials(folder: Path, backend: str, state: str, seeds: range) -> Iterator[Trial]:
+    """Run trials, forked from a small process without threads."""
+    arguments = [folder, backend, state, str(seeds.start), str(len(seeds))]
+    with subprocess.Popen(
+        [sys.executable, __file__, *arguments],
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        for line in process.stdout:
+            yield Trial(**json.loads(line))
+    assert process.returncode == 0
 
 
 class FlippedStore:
@@ -55,12 +75,13 @@ class FlippedStore:
             live.rename(self.template)
 
     def run(self, seed: int) -> Trial:
-        """Flip bits in a copy, chosen by the seed, and use it."""
+        """Flip bits in a copy, chosen by the seed (0: none), and use it."""
         dice = random.Random(seed)
+        count = dice.randint(1, 8) if seed else 0
         path = self.folder / f"copy-{seed}"
         shutil.copytree(self.template, path)
         try:
-            flips = tuple(_flip(dice, path) for _ in range(dice.randint(1, 8)))
+            flips = tuple(_flip(dice, path) for _ in range(count))
             return self._use(path, flips)
         finally:
             shutil.rmtree(path)
@@ -159,3 +180,15 @@ def _flip(dice: random.Random, path: Path) -> str:
         opened.seek(offset)
         opened.write(bytes([byte ^ (1 << bit)]))
     return f"{file.relative_to(path)}:{offset // PAGE}+{offset % PAGE}.{bit}"
+
+
+def main() -> None:
+    """Run as a script."""
+    folder, backend, state, first, count = sys.argv[1:]
+    store = FlippedStore(Path(folder), backend, closed=state == "closed")
+    for seed in range(int(first), int(first) + int(count)):
+        print(json.dumps(dataclasses.asdict(store.run(seed))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

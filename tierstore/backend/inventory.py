@@ -3,12 +3,14 @@
 from pathlib import Path
 
 from tierstore.config import SecondaryConfig
+from tierstore.errors import BackendError
 from tierstore.geometry import SpaceGeometry
 from tierstore.layout import PAGE_BYTES
 from tierstore.lmdb_env import LmdbEnv
 
 __all__ = ["stored_segments"]
 
+_BLOCK_BYTES = 512
 _SEGMENT_BYTES = 4
 _SEGMENT_MAX = 1 << 31
 """A damaged key or name may say anything; segments are counted from 1."""
@@ -17,26 +19,34 @@ _SEGMENT_MAX = 1 << 31
 def stored_segments(config: SecondaryConfig, geometry: SpaceGeometry) -> dict[int, int]:
     """Return the pages of each segment, on the rank that has most of it.
 
-    Of the lmdb backend, whose values tell nothing of their sum, all of the tier's pages are laid to
-    the first segment.
+    The lmdb backend would have to read every value for that: all pages of the tier are laid to the
+    first segment.
 
     Raises:
-        BackendError: a payload environment cannot be read.
+        BackendError: the path cannot be read.
     """
     pages: dict[int, int] = {}
-    for directory in config.path.glob("rank[0-9]*"):
-        if config.backend == "file":
-            for path in directory.glob("*.seg"):
-                segment = _number(path.stem)
-                if segment:
-                    used = -(-path.stat().st_blocks * 512 // PAGE_BYTES)
-                    pages[segment] = max(used, pages.get(segment, 0))
-        elif (directory / "payload" / "data.mdb").exists():
-            found = _payload_segments(directory / "payload", geometry.payload_map_bytes)
-            pages |= dict.fromkeys(found, 0)
-    if config.backend == "lmdb" and pages:
-        pages[min(pages)] = geometry.space_pages
+    try:
+        for directory in config.path.glob("rank[0-9]*"):
+            found = (
+                _segment_files(directory)
+                if config.backend == "file"
+                else _payload_segments(directory / "payload", geometry)
+            )
+            for segment, count in found.items():
+                pages[segment] = max(count, pages.get(segment, 0))
+    except OSError as error:
+        raise BackendError(f"{config.path}: {error}; make the path readable") from error
     return pages
+
+
+def _segment_files(directory: Path) -> dict[int, int]:
+    files = {_number(path.stem): path for path in directory.glob("*.seg")}
+    return {
+        segment: -(-path.stat().st_blocks * _BLOCK_BYTES // PAGE_BYTES)
+        for segment, path in files.items()
+        if segment
+    }
 
 
 def _number(name: str) -> int:
@@ -47,8 +57,10 @@ def _number(name: str) -> int:
     return number if 0 < number < _SEGMENT_MAX else 0
 
 
-def _payload_segments(directory: Path, map_bytes: int) -> list[int]:
-    env = LmdbEnv.open(directory, map_bytes=map_bytes, readahead=True)
+def _payload_segments(directory: Path, geometry: SpaceGeometry) -> dict[int, int]:
+    if not (directory / "data.mdb").exists():
+        return {}
+    env = LmdbEnv.open(directory, map_bytes=geometry.payload_map_bytes, readahead=True)
     segments: list[int] = []
     try:
         with env.read() as txn, txn.cursor() as cursor:
@@ -61,4 +73,4 @@ def _payload_segments(directory: Path, map_bytes: int) -> list[int]:
                 last = segment
     finally:
         env.close()
-    return segments
+    return dict.fromkeys(segments, 0) | dict.fromkeys(segments[:1], geometry.space_pages)

@@ -136,8 +136,12 @@ class Catalog:
         Raises:
             BackendError: the catalog cannot be read.
         """
-        with self._distrusting(), self._env.read(self._databases.records) as txn:
-            values = list(map(txn.get, keys))
+        try:
+            with self._env.read(self._databases.records) as txn:
+                values = list(map(txn.get, keys))
+        except BackendCorruptError as error:
+            self._env.distrust(str(error))
+            raise
         return [None if value is None else Place(value[:PLACE_BYTES]) for value in values]
 
     @contextmanager
