@@ -20,7 +20,7 @@ from tierstore.clock import MonotonicClock
 from tierstore.config import StoreConfig, load_config
 from tierstore.errors import BackendError, ClosedError
 from tierstore.executor import TransferExecutor
-from tierstore.key import OffloadKey, get_offload_group_idx
+from tierstore.key import KEY_BYTES_MAX, KEY_BYTES_MIN, OffloadKey, get_offload_group_idx
 from tierstore.layout import PAGE_BYTES, GroupKind
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters
@@ -111,7 +111,8 @@ class TierStore:
 
         Raises:
             ConfigError: the configuration is wrong.
-            CatalogError, ManifestError, BackendError: a secondary tier cannot be opened.
+            CatalogError, ManifestError: a secondary tier cannot be opened.
+            MemoryError: the system does not have `primary.capacity`.
         """
         if not isinstance(config, StoreConfig):
             config = load_config(config)
@@ -135,10 +136,10 @@ class TierStore:
     def put(self, keys: Sequence[OffloadKey], array: object) -> int:
         """Store chunks; returns how many of them the store has now.
 
-        `array` has one row of the group's chunk bytes per key: a C-contiguous numpy array or
-        CPU torch tensor of shape (n, chunk_bytes), any dtype of 1 byte, or a sequence of n buffers.
-        All keys are of one group. Chunks that are there already are touched, not written again.
-        The bytes are copied before the call returns.
+        `array` has the group's chunk bytes for each of the n keys: a C-contiguous numpy array or
+        CPU torch tensor of shape (n, chunk_bytes), or of another dtype with rows of as many bytes,
+        or a list of n contiguous buffers. All keys are of one group. Chunks that are there already
+        are touched, not written again. The bytes are copied before the call returns.
 
         Waits while the write-behind queue is full. Not accepted: chunks that pins leave no room
         for, and chunks of a store whose write queue has not moved for some seconds keep their
@@ -146,6 +147,7 @@ class TierStore:
 
         Raises:
             ValueError: a key of another namespace or group, or a wrong shape; nothing was stored.
+            TypeError: no array, CPU tensor or list of buffers; nothing was stored.
             ClosedError: after `close`.
         """
         with self._lock:
@@ -166,12 +168,14 @@ class TierStore:
 
         Raises:
             ValueError: a key of another namespace or group, or a wrong shape; nothing was loaded.
+            TypeError: no array, CPU tensor or list of buffers; nothing was loaded.
             ClosedError: after `close`.
         """
         with self._lock:
             self._check_open()
             group_idx = self._check_keys(keys)
-            rows = byte_rows(out, len(keys), self._specs[group_idx].chunk_bytes, writable=True)
+            chunk_bytes = self._specs[group_idx].chunk_bytes
+            rows = byte_rows(out, len(keys), chunk_bytes, name="out", writable=True)
             found = [False] * len(keys)
             per_batch = self._batch_chunks(group_idx)
             in_flight: list[_Batch] = []
@@ -193,12 +197,12 @@ class TierStore:
         """Count the leading chunks that can be loaded now; loads and touches nothing.
 
         Raises:
-            ValueError: a key of another namespace.
+            ValueError: a key of another namespace, or of an impossible length.
             ClosedError: after `close`.
         """
         with self._lock:
             self._check_open()
-            self._check_namespace(keys)
+            self._check_form(keys)
             self._loop.pump()
             return PrefixMatch(self._stack.match_prefix(keys))
 
@@ -366,7 +370,13 @@ class TierStore:
         if self._closed:
             raise ClosedError("the store is closed")
 
-    def _check_namespace(self, keys: Sequence[OffloadKey]) -> None:
+    def _check_form(self, keys: Sequence[OffloadKey]) -> None:
+        lengths = set(map(len, keys))
+        if lengths and not KEY_BYTES_MIN <= min(lengths) <= max(lengths) <= KEY_BYTES_MAX:
+            raise ValueError(
+                f"keys: expected {KEY_BYTES_MIN} to {KEY_BYTES_MAX} bytes each, got "
+                f"{min(lengths)} to {max(lengths)}; build keys with make_offload_keys"
+            )
         prefix = self._manifest.namespace
         for key in keys:
             if not key.startswith(prefix):
@@ -377,7 +387,7 @@ class TierStore:
 
     def _check_keys(self, keys: Sequence[OffloadKey]) -> int:
         """Return the one group of the keys."""
-        self._check_namespace(keys)
+        self._check_form(keys)
         group_indices = set(map(get_offload_group_idx, keys)) or {0}
         if len(group_indices) > 1:
             raise ValueError(f"keys: expected one group per call, got {sorted(group_indices)}")
