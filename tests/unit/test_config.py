@@ -232,7 +232,10 @@ def test_a_duration_without_a_known_unit_is_refused_with_the_remedy(deadline: ob
         (document(tier(path="")), "secondary[0].path: must have at least 1 character"),
         (document(tier(path="~nobody-of-this-name/a")), "secondary[0].path: got '~nobody-of-this"),
         (document(tier(io={"write_queue": "0B"})), "secondary[0].io.write_queue: must be greater"),
-        (document(gpu={"pitched_from": "0B"}), "gpu.pitched_from: must be greater than 0, got '0B'"),
+        (
+            document(gpu={"pitched_from": "0B"}),
+            "gpu.pitched_from: must be greater than 0, got '0B'",
+        ),
         (document(secondary={}), "secondary: must be a valid list"),
         ([], "expected a mapping with 'primary', got list"),
     ],

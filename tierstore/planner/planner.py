@@ -217,7 +217,7 @@ class OffloadPlanner:
         self._stack.finish_load(load.reservation, done)
         is_lost = bool(done.failed) or not done.ok
         if is_lost:
-            reasons = {reason.value for reason in done.failed.values()} or {"copy"}
+            reasons = {reason.value for reason in done.failed.values()} or {"copy_failed"}
             self._counters.add(Metric.FAILED_LOADS, label=min(reasons))
         state = self._requests.get(load.request_id)
         if state is not None and state.load_job == done.job_id:

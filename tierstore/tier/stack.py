@@ -211,13 +211,13 @@ class TierStack:
         """Commit the chunks that arrived, abort the failed ones (indices into the reservation)."""
         keys = reservation.keys
         lost = set(failed)
+        self._counters.add(Metric.REFUSED_OFFLOADS, len(lost), label="copy_failed")
         if self._doomed:
             lost.update(i for i, key in enumerate(keys) if key in self._doomed)
             self._doomed.difference_update(keys)
         if lost:
             self._primary.abort([keys[i] for i in sorted(lost)])
             keys = tuple(key for i, key in enumerate(keys) if i not in lost)
-            self._counters.add(Metric.REFUSED_OFFLOADS, len(lost), label="copy_failed")
         self._counters.add(Metric.OFFLOADED_CHUNKS, len(keys))
         chunk_bytes = self._groups[reservation.group_idx].chunk_bytes
         self._counters.add(Metric.OFFLOADED_BYTES, len(keys) * chunk_bytes)
