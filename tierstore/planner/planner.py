@@ -21,7 +21,6 @@ from tierstore.transfer import Command, JobId, StepPlan, TransferDone
 __all__ = [
     "IDLE_STEP_COUNT_MAX",
     "WAIT_COUNT_MAX",
-    "HitSplit",
     "OffloadPlanner",
     "PrefixAnswer",
 ]
@@ -42,14 +41,6 @@ class PrefixAnswer:
     token_count: int
     ask_again: bool = False
     """More is arriving: no decision yet."""
-
-
-@dataclass(frozen=True, slots=True)
-class HitSplit:
-    """Where the tokens of a load come from."""
-
-    primary_tokens: int
-    secondary_tokens: int
 
 
 class OffloadPlanner:
@@ -134,10 +125,11 @@ class OffloadPlanner:
             return PrefixAnswer(0, ask_again=True)
         return PrefixAnswer(max(found.ready_tokens - local_tokens, 0))
 
-    def begin_load(self, request_id: str, target: LoadTarget) -> HitSplit | None:
+    def begin_load(self, request_id: str, target: LoadTarget) -> int | None:
         """Pin what a promised hit needs and plan its load into the blocks of `target`.
 
-        None: it is gone meanwhile. The next step then names the request as failed.
+        Returns how many of the tokens come from secondary tiers. None: the hit is gone meanwhile;
+        the next step then names the request as failed.
         """
         state = self._requests.get(request_id)
         plan = None
@@ -154,10 +146,7 @@ class OffloadPlanner:
         self._loads.append(plan.command)
         self._load_requests[plan.command.job_id] = request_id
         self._fences |= self._in_flight.readers_of(target.block_ids())
-        secondary_tokens = min(plan.promoted_tokens, target.hit_tokens - target.local_tokens)
-        return HitSplit(
-            target.hit_tokens - target.local_tokens - secondary_tokens, secondary_tokens
-        )
+        return min(plan.promoted_tokens, target.hit_tokens - target.local_tokens)
 
     def completes_chunk(self, request_id: str, ready_tokens: int) -> bool:
         """Say whether a request with so many ready tokens belongs into `EngineStep.progress`."""

@@ -56,9 +56,7 @@ class Promotions:
         self._residency = residency
         self._late: dict[JobId, _Late] = {}
 
-    def find(
-        self, job_id: JobId, group_idx: int, missing: Sequence[OffloadKey]
-    ) -> list[Promote] | None:
+    def find(self, group_idx: int, missing: Sequence[OffloadKey]) -> list[Promote] | None:
         """Find every key in some tier, with slots yet to be given; None: one is nowhere."""
         promotes: list[Promote] = []
         for tier_idx, secondary in enumerate(self._secondaries):
@@ -75,7 +73,6 @@ class Promotions:
             if keys:
                 promotes.append(
                     Promote(
-                        job_id=job_id,
                         tier_idx=tier_idx,
                         group_idx=group_idx,
                         keys=tuple(keys),

@@ -231,7 +231,6 @@ class TierStack:
         `groups` are (group index, keys head first). None: a chunk is absent or arriving, or pins
         leave no room; nothing was changed then, but for evictions.
         """
-        job_id = self.new_job_id()
         located = [self._locate(keys) for _, keys in groups]
         pinned = tuple(
             key
@@ -244,7 +243,7 @@ class TierStack:
             missing = [key for key, slot in zip(keys, slots, strict=True) if slot is None]
             if any(self._is_busy(key) for key in missing):
                 return None
-            promotes = self._promotions.find(job_id, group_idx, missing)
+            promotes = self._promotions.find(group_idx, missing)
             if promotes is None:
                 return None
             found.extend(promotes)
@@ -272,7 +271,7 @@ class TierStack:
             )
             for (_, keys), slots in zip(groups, located, strict=True)
         )
-        return LoadReservation(job_id, all_slots, tuple(reserved), pinned)
+        return LoadReservation(self.new_job_id(), all_slots, tuple(reserved), pinned)
 
     def finish_load(self, reservation: LoadReservation, done: TransferDone) -> None:
         """Take the answer to a load or promote: unpin, commit what came, drop what failed.
