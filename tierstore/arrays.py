@@ -24,65 +24,43 @@ def adjacent_runs(slots: IntArray, slot_bytes: int) -> list[tuple[int, int]]:
     return list(pairwise([0, *cuts.tolist(), len(slots)]))
 
 
-def byte_rows(
-    array: object, count: int, chunk_bytes: int, *, name: str = "array", writable: bool = False
-) -> Rows:
-    """View the caller's chunks, its argument `name`, as rows of bytes, without a copy.
+def byte_rows(array: object, count: int, chunk_bytes: int, *, writable: bool = False) -> Rows:
+    """View the caller's chunks as rows of bytes, without a copy.
 
     Raises:
-        TypeError: no array, CPU tensor or list of buffers.
         ValueError: a wrong shape, not contiguous, or not writable.
     """
     if isinstance(array, (list, tuple)):
         if len(array) != count:
-            raise ValueError(f"{name}: expected {count} buffers, one per key, got {len(array)}")
-        return [
-            _row(buffer, f"{name}[{i}]", chunk_bytes, writable=writable)
-            for i, buffer in enumerate(array)
-        ]
-    array = _numpy_of(array, name)
+            raise ValueError(f"array: expected {count} buffers, one per key, got {len(array)}")
+        return [_row(buffer, i, chunk_bytes, writable=writable) for i, buffer in enumerate(array)]
+    if hasattr(array, "numpy"):  # a torch tensor, without importing torch
+        array = array.numpy()
+    if not isinstance(array, np.ndarray):
+        raise TypeError(
+            "array: expected a numpy array, a CPU torch tensor or a list of buffers, "
+            f"got {type(array).__name__}"
+        )
     if array.ndim != 2 or not array.flags.c_contiguous:  # noqa: PLR2004
         raise ValueError(
-            f"{name}: expected a C-contiguous array of shape ({count}, {chunk_bytes}), "
-            f"got shape {array.shape} with strides {array.strides}"
+            f"array: expected a C-contiguous array of shape ({count}, {chunk_bytes}), "
+            f"got shape {array.shape}"
         )
     view = array.view(np.uint8)
     if view.shape != (count, chunk_bytes):
         raise ValueError(
-            f"{name}: expected {count} rows of {chunk_bytes} bytes, got shape {array.shape} "
+            f"array: expected {count} rows of {chunk_bytes} bytes, got shape {array.shape} "
             f"of {array.dtype}"
         )
     if writable and not view.flags.writeable:
-        raise ValueError(f"{name}: the array is read-only")
+        raise ValueError("out: the array is read-only")
     return view
 
 
-def _numpy_of(array: Any, name: str) -> npt.NDArray[Any]:
-    if hasattr(array, "numpy"):  # a torch tensor, without importing torch
-        try:
-            array = array.numpy()
-        except (RuntimeError, TypeError) as error:
-            raise TypeError(
-                f"{name}: {error}; give a tensor on the CPU of a type that numpy has, such as "
-                "tensor.detach().view(torch.uint8)"
-            ) from error
-    if not isinstance(array, np.ndarray):
-        raise TypeError(
-            f"{name}: expected a numpy array, a CPU torch tensor or a list of buffers, "
-            f"got {type(array).__name__}"
-        )
-    return array
-
-
-def _row(buffer: Any, name: str, chunk_bytes: int, *, writable: bool) -> ByteArray:
-    try:
-        row = np.frombuffer(buffer, np.uint8)
-    except TypeError as error:
-        raise TypeError(f"{name}: {error}") from error
-    except (BufferError, ValueError) as error:
-        raise ValueError(f"{name}: {error}") from error
+def _row(buffer: Any, i: int, chunk_bytes: int, *, writable: bool) -> ByteArray:
+    row = np.frombuffer(buffer, np.uint8)
     if len(row) != chunk_bytes:
-        raise ValueError(f"{name}: expected {chunk_bytes} bytes, got {len(row)}")
+        raise ValueError(f"array[{i}]: expected {chunk_bytes} bytes, got {len(row)}")
     if writable and not row.flags.writeable:
-        raise ValueError(f"{name}: the buffer is read-only")
+        raise ValueError(f"out[{i}]: the buffer is read-only")
     return row

@@ -10,6 +10,7 @@
     +-- DeviceError      the GPU or its driver refused a call
     |   +-- DeviceBusyError   only for now: a CUDA graph is being captured; try again later
     +-- CatalogError     the directory of a secondary tier cannot be opened or written
+    |   +-- CatalogDamagedError   its rows contradict each other; it starts anew when next opened
     +-- ClosedError      the object was used after `close`
     +-- PromptError      a line of prompts for a warm-up is wrong; names the line and the remedy
     +-- MissingExtraError      an optional library is not installed; names the extra
@@ -21,6 +22,7 @@ __all__ = [
     "BackendCorruptError",
     "BackendError",
     "BackendFullError",
+    "CatalogDamagedError",
     "CatalogError",
     "ClosedError",
     "ConfigError",
@@ -72,6 +74,14 @@ class DeviceBusyError(DeviceError):
 
 class CatalogError(TierStoreError):
     """The directory of a secondary tier cannot be opened, read or written."""
+
+
+class CatalogDamagedError(CatalogError):
+    """The rows of a catalog contradict each other, or have impossible lengths."""
+
+    def __init__(self, what: str) -> None:
+        """Say what contradicts what."""
+        super().__init__(f"catalog: {what}; it starts anew when a process opens the tier alone")
 
 
 class ClosedError(TierStoreError):

@@ -12,7 +12,6 @@ __all__ = [
     "BLOCK_HASH_BYTES_MAX",
     "BLOCK_HASH_BYTES_MIN",
     "KEY_BYTES_MAX",
-    "KEY_BYTES_MIN",
     "NAMESPACE_BYTES",
     "Namespace",
     "OffloadKey",
@@ -29,9 +28,7 @@ Namespace = NewType("Namespace", bytes)
 NAMESPACE_BYTES = 8
 BLOCK_HASH_BYTES_MIN = 8
 BLOCK_HASH_BYTES_MAX = 64
-_GROUP_IDX_MAX = (1 << 32) - 1
 _PREFIX_BYTES = NAMESPACE_BYTES + 4
-KEY_BYTES_MIN = _PREFIX_BYTES + BLOCK_HASH_BYTES_MIN
 KEY_BYTES_MAX = _PREFIX_BYTES + BLOCK_HASH_BYTES_MAX
 
 
@@ -39,7 +36,7 @@ def make_offload_key(namespace: Namespace, group_idx: int, block_hash: bytes) ->
     """Build the key of one chunk.
 
     Raises:
-        ValueError: `namespace` is not 8 bytes, `group_idx` no u32, or the hash not 8 to 64 bytes.
+        ValueError: `namespace` is not 8 bytes, or the hash is not 8 to 64 bytes long.
     """
     return make_offload_keys(namespace, group_idx, (block_hash,))[0]
 
@@ -52,12 +49,10 @@ def make_offload_keys(
     Costs about 0.1 us per key.
 
     Raises:
-        ValueError: `namespace` is not 8 bytes, `group_idx` no u32, or a hash not 8 to 64 bytes.
+        ValueError: `namespace` is not 8 bytes, or a hash is not 8 to 64 bytes long.
     """
     if len(namespace) != NAMESPACE_BYTES:
         raise ValueError(f"namespace: expected {NAMESPACE_BYTES} bytes, got {len(namespace)}")
-    if not 0 <= group_idx <= _GROUP_IDX_MAX:
-        raise ValueError(f"group_idx: expected 0 to {_GROUP_IDX_MAX}, got {group_idx}")
     prefix = namespace + group_idx.to_bytes(4, "big")
     keys = list(map(prefix.__add__, block_hashes))
     if keys:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Self, TypeAlias
 
 import lmdb
 
+from tierstore import lmdb_file
 from tierstore.errors import (
     BackendCorruptError,
     BackendError,
@@ -23,7 +24,6 @@ from tierstore.errors import (
 
 __all__ = [
     "ERRORS",
-    "LOCK_FILE_BYTES",
     "Cursor",
     "Database",
     "LmdbEnv",
@@ -44,9 +44,6 @@ else:
     Database = lmdb._Database  # noqa: SLF001 - exported under this name only
 
 _READERS_MAX = 126
-LOCK_FILE_BYTES = 16 << 10
-"""Bytes of an environment's lock file: 64 per reader, rounded up with room."""
-
 _DATABASES_MAX = 16
 
 ERRORS: Mapping[str, type[TierStoreError]] = {
@@ -105,16 +102,31 @@ class LmdbEnv:
     _shared: "dict[tuple[int, str], LmdbEnv]" = {}  # noqa: RUF012 - one registry per process
     _registry_lock = threading.Lock()
 
-    def __init__(self, directory: Path, env: lmdb.Environment, key: tuple[int, str]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        env: lmdb.Environment,
+        key: tuple[int, str],
+        admission: lmdb_file.Admission,
+    ) -> None:
         self.directory = directory
+        self.admission = admission
+        """What was found in its file when it was opened."""
         self._env = env
         self._key = key
+        self._is_sealed = False
         self._reference_count = 0
         self._databases: dict[bytes, Database] = {}
 
     @classmethod
-    def open(cls, directory: Path, *, map_bytes: int, readahead: bool = False) -> Self:
+    def open(
+        cls, directory: Path, *, map_bytes: int, readahead: bool = False, sealed: bool = False
+    ) -> Self:
         """Open or create the environment below `directory`, which is made if needed.
+
+        Its file is verified first, unless another process has it open; if it is damaged, it is
+        removed, and `admission` says why. With `sealed`, the last one to close it seals it: every
+        bit is verified then, and faster, for the price of reading the file once at the close.
 
         `map_bytes` bounds the data file for good, or grows to its present size. Of several
         openers in one process the first decides. Nothing is flushed but by `sync`. `readahead`
@@ -127,8 +139,9 @@ class LmdbEnv:
             key = (os.getpid(), os.path.realpath(directory))
             shared = cls._shared.get(key)
             if shared is None:
-                env = _open_env(directory, map_bytes, readahead=readahead)
-                shared = cls._shared[key] = cls(directory, env, key)
+                env, admission = _open_env(directory, map_bytes, readahead=readahead)
+                shared = cls._shared[key] = cls(directory, env, key, admission)
+            shared._is_sealed |= sealed
             shared._reference_count += 1
             return shared  # type: ignore[return-value]
 
@@ -141,6 +154,12 @@ class LmdbEnv:
             if self._reference_count == 0:
                 del self._shared[self._key]
                 self._env.close()
+                if self._is_sealed:
+                    lmdb_file.seal(self.directory)
+
+    def distrust(self, cause: str) -> None:
+        """Let the next one who has the environment for himself start anew: its rows are wrong."""
+        lmdb_file.distrust(self.directory, cause)
 
     def database(self, name: bytes) -> Database:
         """Open or create one named database; its handle lives as long as the environment."""
@@ -215,10 +234,12 @@ class LmdbEnv:
             raise translate(error, self.directory) from error
 
 
-def _open_env(directory: Path, map_bytes: int, *, readahead: bool) -> lmdb.Environment:
+def _open_env(
+    directory: Path, map_bytes: int, *, readahead: bool
+) -> tuple[lmdb.Environment, lmdb_file.Admission]:
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        _allocate_lock_file(directory)
+        admission = lmdb_file.admit(directory, map_bytes=map_bytes)
         env = lmdb.open(
             os.fspath(directory),
             map_size=map_bytes,
@@ -234,18 +255,4 @@ def _open_env(directory: Path, map_bytes: int, *, readahead: bool) -> lmdb.Envir
         raise translate(error, directory) from error
     except OSError as error:
         raise BackendError(f"{directory}: {error}; make the path writable") from error
-    return env
-
-
-def _allocate_lock_file(directory: Path) -> None:
-    """Give the lock file its blocks.
-
-    The library writes to it through a mapping: in a file with holes on a device without room, that
-    ends the process by SIGBUS.
-    """
-    descriptor = os.open(directory / "lock.mdb", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        # A file that others have mapped keeps its size, which says how many readers it holds.
-        os.posix_fallocate(descriptor, 0, os.fstat(descriptor).st_size or LOCK_FILE_BYTES)
-    finally:
-        os.close(descriptor)
+    return env, admission

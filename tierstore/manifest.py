@@ -14,7 +14,7 @@ from tierstore.errors import ManifestError
 from tierstore.key import Namespace
 from tierstore.layout import ChunkOrder, GroupKind, GroupSpec
 
-__all__ = ["FORMAT_VERSION", "GroupManifest", "Manifest"]
+__all__ = ["FORMAT_VERSION", "GroupManifest", "Manifest", "namespace_of"]
 
 FORMAT_VERSION = 1
 """Version of the on-disk format (ARCHITECTURE.md); other versions never mix."""
@@ -100,7 +100,7 @@ class Manifest:
     @cached_property
     def namespace(self) -> Namespace:
         """The first 8 bytes of every key: xxh3_64 of the canonical JSON, big-endian."""
-        return Namespace(xxhash.xxh3_64_digest(self.canonical_json))
+        return namespace_of(self.canonical_json)
 
     def chunk_bytes(self, group_idx: int) -> int:
         """Return the live bytes of one chunk of a group on one rank."""
@@ -150,6 +150,11 @@ class Manifest:
         ours = _flat(json.loads(self.canonical_json))
         names = sorted(name for name in ours | theirs if ours.get(name) != theirs.get(name))
         return {name: (theirs.get(name), ours.get(name)) for name in names}
+
+
+def namespace_of(canonical_json: bytes) -> Namespace:
+    """Return the namespace of the manifest with this text."""
+    return Namespace(xxhash.xxh3_64_digest(canonical_json))
 
 
 def _in_words(differing: Mapping[str, tuple[object, object]]) -> str | None:

@@ -20,7 +20,7 @@ from tierstore.clock import MonotonicClock
 from tierstore.config import StoreConfig, load_config
 from tierstore.errors import BackendError, ClosedError
 from tierstore.executor import TransferExecutor
-from tierstore.key import KEY_BYTES_MAX, KEY_BYTES_MIN, OffloadKey, get_offload_group_idx
+from tierstore.key import OffloadKey, get_offload_group_idx
 from tierstore.layout import PAGE_BYTES, GroupKind
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters
@@ -111,8 +111,7 @@ class TierStore:
 
         Raises:
             ConfigError: the configuration is wrong.
-            CatalogError, ManifestError: a secondary tier cannot be opened.
-            MemoryError: the system does not have `primary.capacity`.
+            CatalogError, ManifestError, BackendError: a secondary tier cannot be opened.
         """
         if not isinstance(config, StoreConfig):
             config = load_config(config)
@@ -136,10 +135,10 @@ class TierStore:
     def put(self, keys: Sequence[OffloadKey], array: object) -> int:
         """Store chunks; returns how many of them the store has now.
 
-        `array` has the group's chunk bytes for each of the n keys: a C-contiguous numpy array or
-        CPU torch tensor of shape (n, chunk_bytes), or of another dtype with rows of as many bytes,
-        or a list of n contiguous buffers. All keys are of one group. Chunks that are there already
-        are touched, not written again. The bytes are copied before the call returns.
+        `array` has one row of the group's chunk bytes per key: a C-contiguous numpy array or
+        CPU torch tensor of shape (n, chunk_bytes), any dtype of 1 byte, or a sequence of n buffers.
+        All keys are of one group. Chunks that are there already are touched, not written again.
+        The bytes are copied before the call returns.
 
         Waits while the write-behind queue is full. Not accepted: chunks that pins leave no room
         for, and chunks of a store whose write queue has not moved for some seconds keep their
@@ -147,7 +146,6 @@ class TierStore:
 
         Raises:
             ValueError: a key of another namespace or group, or a wrong shape; nothing was stored.
-            TypeError: no array, CPU tensor or list of buffers; nothing was stored.
             ClosedError: after `close`.
         """
         with self._lock:
@@ -155,9 +153,10 @@ class TierStore:
             group_idx = self._check_keys(keys)
             rows = byte_rows(array, len(keys), self._specs[group_idx].chunk_bytes)
             per_batch = self._batch_chunks(group_idx)
+            # Tail first, so that what has to go again goes from the tail of the prefix.
             return sum(
                 self._put_batch(group_idx, keys[i : i + per_batch], rows[i : i + per_batch])
-                for i in range(0, len(keys), per_batch)
+                for i in range(0, len(keys), per_batch)[::-1]
             )
 
     def get(self, keys: Sequence[OffloadKey], out: object) -> list[bool]:
@@ -168,18 +167,16 @@ class TierStore:
 
         Raises:
             ValueError: a key of another namespace or group, or a wrong shape; nothing was loaded.
-            TypeError: no array, CPU tensor or list of buffers; nothing was loaded.
             ClosedError: after `close`.
         """
         with self._lock:
             self._check_open()
             group_idx = self._check_keys(keys)
-            chunk_bytes = self._specs[group_idx].chunk_bytes
-            rows = byte_rows(out, len(keys), chunk_bytes, name="out", writable=True)
+            rows = byte_rows(out, len(keys), self._specs[group_idx].chunk_bytes, writable=True)
             found = [False] * len(keys)
             per_batch = self._batch_chunks(group_idx)
             in_flight: list[_Batch] = []
-            for i in range(0, len(keys), per_batch):
+            for i in range(0, len(keys), per_batch)[::-1]:
                 indices = range(i, min(i + per_batch, len(keys)))
                 batch = self._start_get(group_idx, keys, indices)
                 if batch is None and in_flight:  # perhaps they hold the room that it needs
@@ -197,12 +194,12 @@ class TierStore:
         """Count the leading chunks that can be loaded now; loads and touches nothing.
 
         Raises:
-            ValueError: a key of another namespace, or of an impossible length.
+            ValueError: a key of another namespace.
             ClosedError: after `close`.
         """
         with self._lock:
             self._check_open()
-            self._check_form(keys)
+            self._check_namespace(keys)
             self._loop.pump()
             return PrefixMatch(self._stack.match_prefix(keys))
 
@@ -320,21 +317,19 @@ class TierStore:
     def _start_get(
         self, group_idx: int, keys: Sequence[OffloadKey], indices: range
     ) -> _Batch | None:
-        states = self._stack.locate(keys[indices.start : indices.stop])
         rows: dict[OffloadKey, list[int]] = {}
-        for i, state in zip(indices, states, strict=True):
-            if state >= ChunkState.RECORDED:
-                rows.setdefault(keys[i], []).append(i)
-        if not rows:
-            return None
-        if ChunkState.RECORDED in states:
+        for i in indices:
+            rows.setdefault(keys[i], []).append(i)
+        wanted = list(rows)
+        if None in self._stack.primary.locate(wanted):
             # The coldest chunks may be pinned by these very batches, so that others have to go.
             count = _BATCHES_IN_FLIGHT * self._batch_chunks(group_idx)
             self._record_victims(group_idx, count, 0.0 if self._is_stalled else _STALL_SECONDS)
-        reservation = self._stack.reserve_load([(group_idx, list(rows))])
-        if reservation is None:
+        reservation = self._stack.reserve_load([(group_idx, wanted)], partial=True)
+        if reservation is None or not reservation.keys[0]:
             return None
-        return _Batch(self._loop.start_load(reservation), list(rows.values()))
+        found = [rows[key] for key in reservation.keys[0]]
+        return _Batch(self._loop.start_load(reservation), found)
 
     def _finish_get(self, batch: _Batch, group_idx: int, out: Rows, found: list[bool]) -> None:
         failed = self._loop.wait_for(batch.load)
@@ -370,13 +365,7 @@ class TierStore:
         if self._closed:
             raise ClosedError("the store is closed")
 
-    def _check_form(self, keys: Sequence[OffloadKey]) -> None:
-        lengths = set(map(len, keys))
-        if lengths and not KEY_BYTES_MIN <= min(lengths) <= max(lengths) <= KEY_BYTES_MAX:
-            raise ValueError(
-                f"keys: expected {KEY_BYTES_MIN} to {KEY_BYTES_MAX} bytes each, got "
-                f"{min(lengths)} to {max(lengths)}; build keys with make_offload_keys"
-            )
+    def _check_namespace(self, keys: Sequence[OffloadKey]) -> None:
         prefix = self._manifest.namespace
         for key in keys:
             if not key.startswith(prefix):
@@ -387,7 +376,7 @@ class TierStore:
 
     def _check_keys(self, keys: Sequence[OffloadKey]) -> int:
         """Return the one group of the keys."""
-        self._check_form(keys)
+        self._check_namespace(keys)
         group_indices = set(map(get_offload_group_idx, keys)) or {0}
         if len(group_indices) > 1:
             raise ValueError(f"keys: expected one group per call, got {sorted(group_indices)}")

@@ -175,7 +175,6 @@ def test_the_document_has_a_key_for_every_field() -> None:
         ("512MiB", 512 << 20),
         ("1.5 GiB", 3 << 29),
         ("2TB", 2 * 10**12),
-        ("1048576TiB", 1 << 60),
         ("0.5B", 0),
     ],
 )
@@ -195,11 +194,6 @@ def test_a_size_without_a_known_unit_is_refused_with_the_remedy(size: object) ->
     assert problem.startswith("primary.capacity: expected a size such as '20GiB', got ")
     assert "units are B, KiB, MiB, GiB" in problem
     assert ("add a unit, such as '20GiB'" in problem) == (size == 20)
-
-
-def test_a_size_that_no_machine_has_is_refused() -> None:
-    problem = problem_of({"primary": {"capacity": "1048576.1TiB"}})
-    assert problem == "primary.capacity: expected at most 1048576TiB, got '1048576.1TiB'"
 
 
 def test_a_bare_number_of_bytes_is_told_to_say_so() -> None:
@@ -230,7 +224,6 @@ def test_a_duration_without_a_known_unit_is_refused_with_the_remedy(deadline: ob
         (document(tier(io={"threads": 0})), "secondary[0].io.threads: must be greater than or eq"),
         (document(tier(name="a b")), "secondary[0].name: must match pattern"),
         (document(tier(path="")), "secondary[0].path: must have at least 1 character"),
-        (document(tier(path="~nobody-of-this-name/a")), "secondary[0].path: got '~nobody-of-this"),
         (document(tier(io={"write_queue": "0B"})), "secondary[0].io.write_queue: must be greater"),
         (
             document(gpu={"pitched_from": "0B"}),

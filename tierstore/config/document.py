@@ -48,11 +48,7 @@ def _schema(pattern: str, example: str) -> WithJsonSchema:
 
 
 def _path_text(raw: object) -> object:
-    text = os.fspath(raw) if isinstance(raw, os.PathLike) else raw
-    try:
-        return os.fspath(Path(text).expanduser()) if isinstance(text, str) and text else text
-    except RuntimeError as error:
-        raise ValueError(f"got {raw!r}, but there is no such user; write the path out") from error
+    return os.fspath(raw) if isinstance(raw, os.PathLike) else raw
 
 
 Size = Annotated[int, BeforeValidator(parse_size), _schema(SIZE_PATTERN, "20GiB")]
@@ -139,7 +135,7 @@ class SecondarySection(_Section):
         return SecondaryConfig(
             name=self.name,
             backend=self.backend,
-            path=folder / self.path,
+            path=folder / Path(self.path).expanduser(),
             capacity_bytes=self.capacity,
             cascade=self.cascade,
             eviction=self.eviction,
