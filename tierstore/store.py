@@ -20,7 +20,7 @@ from tierstore.clock import MonotonicClock
 from tierstore.config import StoreConfig, load_config
 from tierstore.errors import BackendError, ClosedError
 from tierstore.executor import TransferExecutor
-from tierstore.key import OffloadKey, get_offload_group_idx
+from tierstore.key import OffloadKey, get_offload_group_idx, require_keys
 from tierstore.layout import PAGE_BYTES, GroupKind
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters
@@ -110,9 +110,16 @@ class TierStore:
         `open_backend` is replaced by tests that let backends fail.
 
         Raises:
+            TypeError: `manifest` is none.
             ConfigError: the configuration is wrong.
+            MemoryError: the system has not `primary.capacity` bytes of memory to promise.
             CatalogError, ManifestError, BackendError: a secondary tier cannot be opened.
         """
+        if not isinstance(manifest, Manifest):
+            raise TypeError(
+                "manifest: expected a Manifest, such as Manifest.simple(model, chunk_bytes), "
+                f"got {type(manifest).__name__}"
+            )
         if not isinstance(config, StoreConfig):
             config = load_config(config)
         counters = Counters()
@@ -145,12 +152,14 @@ class TierStore:
         place in memory but lose their record (counted as dropped demotes).
 
         Raises:
-            ValueError: a key of another namespace or group, or a wrong shape; nothing was stored.
+            TypeError, ValueError: no keys, keys of another namespace or of several groups, or a
+                wrong array; nothing was stored.
             ClosedError: after `close`.
         """
         with self._lock:
             self._check_open()
-            group_idx = self._check_keys(keys)
+            keys = require_keys(keys, self._manifest.namespace)
+            group_idx = self._one_group(keys)
             rows = byte_rows(array, len(keys), self._specs[group_idx].chunk_bytes)
             per_batch = self._batch_chunks(group_idx)
             return sum(
@@ -165,12 +174,13 @@ class TierStore:
         those from disk become resident. A row whose answer is False is left untouched.
 
         Raises:
-            ValueError: a key of another namespace or group, or a wrong shape; nothing was loaded.
+            TypeError, ValueError: as `put`, or `out` is read-only; nothing was loaded.
             ClosedError: after `close`.
         """
         with self._lock:
             self._check_open()
-            group_idx = self._check_keys(keys)
+            keys = require_keys(keys, self._manifest.namespace)
+            group_idx = self._one_group(keys)
             rows = byte_rows(out, len(keys), self._specs[group_idx].chunk_bytes, writable=True)
             found = [False] * len(keys)
             per_batch = self._batch_chunks(group_idx)
@@ -193,12 +203,12 @@ class TierStore:
         """Count the leading chunks that can be loaded now; loads and touches nothing.
 
         Raises:
-            ValueError: a key of another namespace.
+            TypeError, ValueError: no keys, or keys of another namespace.
             ClosedError: after `close`.
         """
         with self._lock:
             self._check_open()
-            self._check_namespace(keys)
+            keys = require_keys(keys, self._manifest.namespace)
             self._loop.pump()
             return PrefixMatch(self._stack.match_prefix(keys))
 
@@ -366,18 +376,7 @@ class TierStore:
         if self._closed:
             raise ClosedError("the store is closed")
 
-    def _check_namespace(self, keys: Sequence[OffloadKey]) -> None:
-        prefix = self._manifest.namespace
-        for key in keys:
-            if not key.startswith(prefix):
-                raise ValueError(
-                    f"keys: {key.hex()} is of another namespace; build keys with "
-                    f"make_offload_keys(manifest.namespace, ...), here {prefix.hex()}"
-                )
-
-    def _check_keys(self, keys: Sequence[OffloadKey]) -> int:
-        """Return the one group of the keys."""
-        self._check_namespace(keys)
+    def _one_group(self, keys: Sequence[OffloadKey]) -> int:
         group_indices = set(map(get_offload_group_idx, keys)) or {0}
         if len(group_indices) > 1:
             raise ValueError(f"keys: expected one group per call, got {sorted(group_indices)}")
