@@ -45,9 +45,10 @@ def byte_rows(array: object, count: int, chunk_bytes: int, *, writable: bool = F
 def _matrix(array: object, name: str, count: int, chunk_bytes: int) -> ByteArray:
     array = _untensored(array, name)
     if not isinstance(array, np.ndarray) or array.dtype.hasobject:
+        kind = f"one of {array.dtype}" if isinstance(array, np.ndarray) else type(array).__name__
         raise TypeError(
-            f"{name}: expected a numpy array of bytes, a CPU torch tensor or a list of buffers, got "
-            + (f"one of {array.dtype}" if isinstance(array, np.ndarray) else type(array).__name__)
+            f"{name}: expected a numpy array of bytes, a CPU torch tensor or a list of buffers, "
+            f"got {kind}"
         )
     size_bytes = array.shape[1] * array.itemsize if array.ndim == 2 else -1  # noqa: PLR2004
     if (len(array) if array.ndim else 0, size_bytes) != (count, chunk_bytes):

@@ -107,9 +107,9 @@ WRONG_ARRAYS = [
 
 @pytest.mark.parametrize("array", WRONG_ARRAYS, ids=lambda array: str(type(array).__name__))
 def test_what_is_no_row_of_bytes_per_key_is_refused(unharmed, array):
-    with pytest.raises((TypeError, ValueError), match="^array"):
+    with pytest.raises((TypeError, ValueError), match=r"^array"):
         unharmed.put(KEYS, array)
-    with pytest.raises((TypeError, ValueError), match="^out"):
+    with pytest.raises((TypeError, ValueError), match=r"^out"):
         unharmed.get(CHUNKS.keys(range(100, 104)), array)
 
 
