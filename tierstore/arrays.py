@@ -1,14 +1,16 @@
-"""The embedded caller's chunks as rows of bytes, and slots as runs of adjacent rows."""
+"""The embedded caller's chunks: of one group, as rows of bytes; and slots as adjacent rows."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.layout import PAGE_BYTES
+from tierstore.key import OffloadKey, get_offload_group_idx
+from tierstore.layout import PAGE_BYTES, GroupKind, GroupSpec
 from tierstore.transfer import IntArray
 
-__all__ = ["ByteArray", "Rows", "adjacent_runs", "byte_rows"]
+__all__ = ["ByteArray", "Rows", "adjacent_runs", "byte_rows", "one_group", "slot_rows"]
 
 ByteArray = npt.NDArray[np.uint8]
 Rows = ByteArray | list[ByteArray]
@@ -23,6 +25,28 @@ def adjacent_runs(slots: IntArray, slot_bytes: int) -> list[tuple[int, int]]:
     return list(pairwise([0, *cuts.tolist(), len(slots)]))
 
 
+def slot_rows(pool: ByteArray, spec: GroupSpec, slot: int, count: int) -> ByteArray:
+    """View `count` adjacent slots of a group as an array (count, chunk_bytes)."""
+    start = slot * PAGE_BYTES
+    flat = pool[start : start + count * spec.slot_bytes]
+    return flat.reshape(count, spec.slot_bytes)[:, : spec.chunk_bytes]
+
+
+def one_group(keys: Sequence[OffloadKey], specs: Sequence[GroupSpec]) -> int:
+    """Return the index of the one group that the keys are of; 0 if there are none.
+
+    Raises:
+        ValueError: they are of several groups, or of one that is not cached.
+    """
+    group_indices = set(map(get_offload_group_idx, keys)) or {0}
+    if len(group_indices) > 1:
+        raise ValueError(f"keys: expected one group per call, got {sorted(group_indices)}")
+    (group_idx,) = group_indices
+    if group_idx >= len(specs) or specs[group_idx].kind is GroupKind.UNCACHED:
+        raise ValueError(f"keys: group {group_idx} is not cached by this manifest")
+    return group_idx
+
+
 def byte_rows(array: object, count: int, chunk_bytes: int, *, writable: bool = False) -> Rows:
     """View the caller's chunks as rows of bytes, without a copy.
 
@@ -34,7 +58,7 @@ def byte_rows(array: object, count: int, chunk_bytes: int, *, writable: bool = F
     if isinstance(array, (list, tuple)):
         if len(array) != count:
             raise ValueError(f"{name}: expected {count} buffers, one per key, got {len(array)}")
-        rows = [_row(buffer, f"{name}[{i}]", chunk_bytes) for i, buffer in enumerate(array)]
+        rows: Rows = [_row(buffer, f"{name}[{i}]", chunk_bytes) for i, buffer in enumerate(array)]
     else:
         rows = _matrix(array, name, count, chunk_bytes)
     if writable and not all(row.flags.writeable for row in rows):

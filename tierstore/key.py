@@ -101,7 +101,7 @@ def require_keys(keys: object, namespace: Namespace) -> list[OffloadKey]:
                 f"keys: {key.hex()} is of another namespace; build keys with "
                 f"make_offload_keys(manifest.namespace, ...), here {namespace.hex()}"
             )
-        _require_length(key)
+        _require_length(OffloadKey(key))
     return list(keys)
 
 
