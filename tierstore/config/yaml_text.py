@@ -28,7 +28,8 @@ def parse_yaml(text: str) -> object:
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         what = ", ".join(part for part in (error.context, error.problem) if part)
         raise ConfigError(f"{where}{what}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        # The library lets through what its constructors raise for a value behind a wrong tag.
         raise ConfigError(f"not YAML: {error}") from error
 
 

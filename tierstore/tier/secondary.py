@@ -155,6 +155,11 @@ class SecondaryTier:
             self._put(Evict())
         return polled
 
+    def has_messages(self) -> bool:
+        """Say whether `poll` has something to return, or will have without being asked."""
+        # In this order: what the writer does leaves events behind before it is idle.
+        return not self._mailbox.wait_idle(0) or bool(self._writer.events)
+
     def wait(self, timeout_seconds: float) -> bool:
         """Wait until the writer has done all that is queued and doable; False: time is up."""
         self._put_touched()
