@@ -4,6 +4,7 @@ Goal: rules that the small engine cannot tell apart, since it never copies a blo
 what it preempts through another request's table, and has one alignment.
 """
 
+import pytest
 from reference_stack import ReferenceStack
 
 from tierstore.key import Namespace
@@ -22,7 +23,7 @@ from tierstore.planner.planner import IDLE_STEP_COUNT_MAX, WAIT_COUNT_MAX
 from tierstore.transfer import TransferDone
 
 
-def open_planner(kind=GroupKind.FULL, *, chunk_count=8, alignment_tokens=4):
+def open_planner(kind=GroupKind.FULL, *, chunk_count=8, alignment_tokens=4, draft_groups=()):
     """One request `r` of one group: blocks of 4 tokens, a chunk each; block i + 1 is chunk i's."""
     spec = GroupSpec(
         group_idx=0,
@@ -39,6 +40,7 @@ def open_planner(kind=GroupKind.FULL, *, chunk_count=8, alignment_tokens=4):
         hash_tokens=4,
         counters=Counters(),
         alignment_tokens=alignment_tokens,
+        draft_groups=draft_groups,
     )
     planner.add_request("r", [number.to_bytes(8, "big") for number in range(chunk_count)])
     table = FullTable("r", [list(range(1, chunk_count + 1))], 0)
@@ -154,3 +156,13 @@ def test_after_a_reset_a_request_is_offloaded_again_once_it_starts_from_nothing(
         table = FullTable("r", [[1, 2]], computed)
         commands = offloads(planner, full_tables=[table], progress=[Progress("r", computed, 8)])
         assert blocks(commands) == offloaded
+
+
+@pytest.mark.parametrize(
+    "kind", [GroupKind.FULL, GroupKind.SLIDING_WINDOW], ids=lambda kind: kind.value
+)
+def test_a_draft_chunk_is_offloaded_once_the_token_behind_it_is_settled(kind):
+    planner = open_planner(kind, chunk_count=3, draft_groups={0})
+    for computed, ready, offloaded in ((0, 8, [1]), (8, 8, []), (8, 9, [2]), (9, 12, [])):
+        progress = [Progress("r", computed, ready)] * planner.completes_chunk("r", ready)
+        assert blocks(offloads(planner, progress=progress)) == offloaded
