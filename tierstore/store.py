@@ -223,7 +223,7 @@ class TierStore:
         """
         with self._lock:
             self._check_open()
-            self._stack.reset()
+            self._stack.reset(self._manifest)
             self._loop.pump()
 
     def stats(self) -> StoreStats:
