@@ -13,9 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
 from engine import engine_environment
 from scenario import Scenario, tier_config
 from tiny_models import DTYPES, build_model
+
+from tierstore.config import load_config
+from tierstore.manifest import Manifest
+from tierstore_vllm.layout import EngineShape
+from tierstore_vllm.scheduler import SchedulerHalf
 
 pytestmark = pytest.mark.vllm
 
@@ -89,3 +97,18 @@ def test_an_engine_with_the_weights_as_loaded_finds_nothing_that_others_computed
     assert first["tokens"] == lives.changed["cold"]["tokens"]
     assert first["cached"] == lives.nothing
     assert lives.restarted["again_as_loaded"]["problems"] == []
+
+
+def test_no_two_resets_begin_the_same_epoch() -> None:
+    manifest = Manifest.simple("m", 4096)
+    shape = EngineShape(hash_block_tokens=1, alignment_tokens=1, rank_count=1)
+    config = load_config({"primary": {"capacity": "1MiB"}})
+    namespaces = {manifest.namespace}
+    for _ in range(2):
+        half = SchedulerHalf.open(config, manifest, shape)
+        for _ in range(2):
+            assert half.reset_cache()
+            assert not half.has_given_up
+            namespaces.update(group.namespace for group in half._planner._configs)
+        half.close()
+    assert len(namespaces) == 1 + 2 * 2
