@@ -28,11 +28,14 @@ def again_as_loaded(lab: Lab) -> dict[str, Any]:
 
 
 def _change_weights(lab: Lab) -> None:
-    """Scale what every layer adds to K, V and all that follows, in place."""
+    """Scale K and V of every layer, in place, by the norms before them.
+
+    vLLM copies the matrices of linear layers into an order of its own on a CPU.
+    """
 
     def scale(worker: Any) -> None:
         for name, tensor in worker.get_model().named_parameters():
-            if name.endswith("qkv_proj.weight"):
+            if name.endswith("input_layernorm.weight"):
                 tensor.data.mul_(_FACTOR)
 
     lab.llm.collective_rpc(scale)
