@@ -235,11 +235,7 @@ def _enter_manifest(
     stored = txn.get(manifest.namespace, db=databases.namespaces)
     if stored is None:
         with txn.cursor(db=databases.namespaces) as others:
-            difference = manifest.nearest_difference(
-                bytes(json)
-                for namespace, json in others
-                if txn.get(namespace, db=databases.epochs) is None
-            )
+            difference = manifest.nearest_difference(bytes(json) for _, json in others)
         if difference is not None:
             _logger.warning(
                 "chunks of the same model are stored under another identity and will not be "
