@@ -233,7 +233,7 @@ class TierStore:
             ClosedError: after `close`.
         """
         with self._call():
-            self._stack.reset()
+            self._stack.reset(self._manifest)
             self._loop.pump()
 
     def stats(self) -> StoreStats:

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tierstore.clock import Clock
 from tierstore.errors import BackendError, BackendFullError, BackendMapFullError, CatalogError
-from tierstore.key import OffloadKey
+from tierstore.key import Namespace, OffloadKey
 from tierstore.tier.catalog import Catalog
 from tierstore.tier.catalog_messages import (
+    BeginEpoch,
     Committed,
     CommitTicket,
     Evict,
@@ -78,10 +79,16 @@ class CatalogWriter:
         if self._needs_sync and self._clock.seconds() - self._synced_at >= _SYNC_SECONDS:
             self.sync()
 
-    def recover(self) -> None:
-        """Adopt what dead owners left, and make room if the capacity shrank."""
+    def recover(self) -> list[Namespace]:
+        """Adopt what dead owners left, and make room if the capacity shrank.
+
+        Returns:
+            Namespaces to forget: epochs of dead owners, whose records nobody will ever ask for.
+        """
+        epochs: list[Namespace] = []
         try:
             with self._catalog.transaction(self._pins) as work:
+                epochs = work.dead_epochs(self._catalog.is_owner_dead)
                 releases = work.adopt_dead(self._catalog.is_owner_dead)
                 freed = work.space.emit()
         except (BackendError, CatalogError) as error:
@@ -89,6 +96,7 @@ class CatalogWriter:
         else:
             self.events.extend(_freed(release) for release in [*releases, freed] if release)
         self.handle([Evict()])
+        return epochs
 
     def sync(self) -> None:
         """Flush what was committed to the device."""
@@ -154,6 +162,8 @@ class CatalogWriter:
                 work.remove(keys)
             case ReleaseDone(release_id):
                 work.space.release(release_id)
+            case BeginEpoch(namespace, manifest_json):
+                work.begin_epoch(namespace, manifest_json)
             case _:
                 pass
 
@@ -313,7 +323,7 @@ class CatalogWriter:
                 case CommitTicket(ticket_id):
                     self._retained.append(CommitTicket(ticket_id, None))
                     self.events.append(Committed(ticket_id))
-                case ReleaseDone() | ForgetNamespace() | RemoveKeys():
+                case ReleaseDone() | ForgetNamespace() | BeginEpoch() | RemoveKeys():
                     self._retained.append(operation)
                 case _:
                     pass
