@@ -153,9 +153,10 @@ class TierStore:
             group_idx = self._check_keys(keys)
             rows = byte_rows(array, len(keys), self._specs[group_idx].chunk_bytes)
             per_batch = self._batch_chunks(group_idx)
+            # Tail first, so that what has to go again goes from the tail of the prefix.
             return sum(
                 self._put_batch(group_idx, keys[i : i + per_batch], rows[i : i + per_batch])
-                for i in range(0, len(keys), per_batch)
+                for i in range(0, len(keys), per_batch)[::-1]
             )
 
     def get(self, keys: Sequence[OffloadKey], out: object) -> list[bool]:
@@ -175,7 +176,7 @@ class TierStore:
             found = [False] * len(keys)
             per_batch = self._batch_chunks(group_idx)
             in_flight: list[_Batch] = []
-            for i in range(0, len(keys), per_batch):
+            for i in range(0, len(keys), per_batch)[::-1]:
                 indices = range(i, min(i + per_batch, len(keys)))
                 batch = self._start_get(group_idx, keys, indices)
                 if batch is None and in_flight:  # perhaps they hold the room that it needs
@@ -316,21 +317,19 @@ class TierStore:
     def _start_get(
         self, group_idx: int, keys: Sequence[OffloadKey], indices: range
     ) -> _Batch | None:
-        states = self._stack.locate(keys[indices.start : indices.stop])
         rows: dict[OffloadKey, list[int]] = {}
-        for i, state in zip(indices, states, strict=True):
-            if state >= ChunkState.RECORDED:
-                rows.setdefault(keys[i], []).append(i)
-        if not rows:
-            return None
-        if ChunkState.RECORDED in states:
+        for i in indices:
+            rows.setdefault(keys[i], []).append(i)
+        wanted = list(rows)
+        if None in self._stack.primary.locate(wanted):
             # The coldest chunks may be pinned by these very batches, so that others have to go.
             count = _BATCHES_IN_FLIGHT * self._batch_chunks(group_idx)
             self._record_victims(group_idx, count, 0.0 if self._is_stalled else _STALL_SECONDS)
-        reservation = self._stack.reserve_load([(group_idx, list(rows))])
-        if reservation is None:
+        reservation = self._stack.reserve_load([(group_idx, wanted)], partial=True)
+        if reservation is None or not reservation.keys[0]:
             return None
-        return _Batch(self._loop.start_load(reservation), list(rows.values()))
+        found = [rows[key] for key in reservation.keys[0]]
+        return _Batch(self._loop.start_load(reservation), found)
 
     def _finish_get(self, batch: _Batch, group_idx: int, out: Rows, found: list[bool]) -> None:
         failed = self._loop.wait_for(batch.load)

@@ -35,7 +35,7 @@ __all__ = ["CatalogWriter"]
 
 _logger = logging.getLogger(__name__)
 
-_BATCH_KEYS_MAX = 4096
+_BATCH_KEYS_MAX = 512
 _WAITING_MAX = 1024
 _SYNC_SECONDS = 5.0
 _STARVATION_SECONDS = 1.0
