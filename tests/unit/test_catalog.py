@@ -268,6 +268,38 @@ def test_removed_records_are_gone_and_their_pages_released(harness):
     assert harness.catalog.check() == []
 
 
+def test_an_operation_that_meets_damage_is_lost_and_no_other(harness):
+    harness.store(*range(8))
+    databases = harness.catalog._databases
+    with harness.catalog._env.write() as txn, txn.cursor(db=databases.order) as cursor:
+        assert cursor.last()
+        cursor.delete()
+    (youngest,) = [number for number in range(8) if number not in harness.order()]
+    for number in (100, 200):
+        harness.writer.handle([RemoveKeys(tuple(harness.keys(youngest)))])
+        assert isinstance(harness.store(number, number + 1), Placed)
+        assert harness.located(number, number + 1) == [True, True]
+    harness.reopen()
+    assert harness.catalog.damage != ""
+    assert harness.located(*range(8)) == [False] * 8
+    assert harness.catalog.check() == []
+
+
+def test_a_write_that_meets_damage_is_answered_and_its_keys_can_be_written_again(harness):
+    harness.store(*range(4))
+    harness.writer.handle([RequestPlaces(70, tuple(harness.keys(50)), harness.chunk)])
+    with harness.catalog._env.write() as txn:
+        row = txn.pop(b"state", db=harness.catalog._databases.state)
+    harness.writer.handle([CommitTicket(70, frozenset())])
+    assert Committed(70) in harness.writer.events
+    harness.take()
+    assert harness.located(50) == [False]
+    with harness.catalog._env.write() as txn:
+        txn.put(b"state", row, db=harness.catalog._databases.state)
+    assert isinstance(harness.store(50), Placed)
+    assert harness.located(50) == [True]
+
+
 def test_writes_and_releases_of_a_dead_owner_are_adopted(tmp_path):
     harness = Harness(tmp_path)
     harness.store(*range(8))

@@ -9,7 +9,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tierstore.clock import Clock
-from tierstore.errors import BackendError, BackendFullError, BackendMapFullError, CatalogError
+from tierstore.errors import (
+    BackendCorruptError,
+    BackendError,
+    BackendFullError,
+    BackendMapFullError,
+    CatalogDamagedError,
+    CatalogError,
+)
 from tierstore.key import Namespace, OffloadKey
 from tierstore.tier.catalog import Catalog
 from tierstore.tier.catalog_messages import (
@@ -311,8 +318,12 @@ class CatalogWriter:
                 self.events.append(_freed(freed))
 
     def _give_up(self, batch: Sequence[Operation], error: Exception) -> None:
-        """Answer requests with a refusal; keep what must not be lost for the next batch."""
+        """Answer requests with a refusal; keep what must not be lost for the next batch.
+
+        What meets damage is lost, for it would meet it again, together with what comes after it.
+        """
         full = isinstance(error, BackendFullError)
+        is_damage = isinstance(error, BackendCorruptError | CatalogDamagedError)
         reason = FailureReason.FULL if full else FailureReason.IO_ERROR
         requests = [operation for operation in batch if isinstance(operation, RequestPlaces)]
         for request in [*self.waiting, *requests]:
@@ -321,9 +332,14 @@ class CatalogWriter:
         for operation in batch:
             match operation:
                 case CommitTicket(ticket_id):
-                    self._retained.append(CommitTicket(ticket_id, None))
                     self.events.append(Committed(ticket_id))
-                case ReleaseDone() | ForgetNamespace() | BeginEpoch() | RemoveKeys():
+                    if not is_damage:
+                        self._retained.append(CommitTicket(ticket_id, None))
+                    elif ticket := self._tickets.pop(ticket_id, None):
+                        self._writing.difference_update(ticket.keys)
+                case ForgetNamespace() | BeginEpoch():
+                    self._retained.append(operation)
+                case ReleaseDone() | RemoveKeys() if not is_damage:
                     self._retained.append(operation)
                 case _:
                     pass
