@@ -394,4 +394,6 @@ class TierStore:
         share = self._config.primary.capacity_bytes // (
             2 * _BATCHES_IN_FLIGHT * max(1, len(self._config.secondary))
         )
-        return max(1, min(_BATCH_BYTES, share) // spec.slot_bytes)
+        # A batch that no queue holds as a whole would lose what is beyond.
+        queues = (tier.io.write_queue_bytes for tier in self._config.secondary)
+        return max(1, min(_BATCH_BYTES, share, *queues) // spec.slot_bytes)

@@ -1,0 +1,75 @@
+"""A store at its edges: chunks named twice, room for one chunk, interrupted calls."""
+
+import contextlib
+from itertools import product
+
+import pytest
+from store_kit import Chunks, config_of
+
+CHUNKS = Chunks(65_536)
+CASCADES = ["write_through", "on_evict", "second_touch"]
+
+
+def held(store):
+    """Count what transfers hold: pins, slots that are arriving, bytes that wait to be written."""
+    primary = store._stack.primary
+    queued = sum(cascade._queued_bytes for cascade in store._stack._cascades)
+    return len(primary._pins), len(primary.arriving), queued
+
+
+@pytest.mark.parametrize("cascade", CASCADES)
+def test_chunks_named_twice_in_one_call_are_stored_once_and_hold_nothing(tmp_path, cascade):
+    numbers = [0, 1, 0, 1, 2, 0]
+    with CHUNKS.open(config_of(tmp_path, cascade=cascade)) as store:
+        for _ in range(3):
+            assert CHUNKS.put(store, numbers) == len(numbers)
+        assert CHUNKS.found(store, numbers) == numbers
+        store.flush()
+        assert held(store) == (0, 0, 0)
+        assert store.stats().secondary["disk"].record_count == 3
+        assert store.check() == []
+
+
+@pytest.mark.timeout(50)  # a flush that cannot end gives up after a minute
+@pytest.mark.parametrize("cascade", ["write_through", "on_evict"])
+@pytest.mark.parametrize(("primary", "queue"), [("64KiB", "256MiB"), ("8MiB", "1KiB")])
+def test_room_for_one_chunk_is_enough_for_its_record(tmp_path, cascade, primary, queue):
+    config = config_of(tmp_path, primary=primary, cascade=cascade, io={"write_queue": queue})
+    with CHUNKS.open(config) as store:
+        for number in range(4):
+            assert CHUNKS.put(store, [number]) == 1
+        assert CHUNKS.put(store, range(8, 12)) > 0
+        store.flush()
+        assert store.check() == []
+    with CHUNKS.open(config) as store:
+        assert CHUNKS.found(store, [*range(4), *range(8, 12)]) == [*range(4), *range(8, 12)]
+
+
+@pytest.mark.parametrize("backend", ["file", "lmdb"])
+def test_a_call_that_is_interrupted_while_it_waits_or_copies_holds_nothing(tmp_path, backend):
+    config = config_of(tmp_path, backend=backend, primary="2MiB")
+    with CHUNKS.open(config) as store:
+        CHUNKS.put(store, range(64))
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        executor, real = store._executor, store._executor.wait
+        for count, call in product(range(3), [CHUNKS.put, CHUNKS.found]):
+            waits = iter(range(count))
+
+            def wait(seconds, waits=waits):
+                if next(waits, None) is None:
+                    interrupt()
+                real(seconds)
+
+            executor.wait = wait
+            numbers = range(64) if call is CHUNKS.found else range(100 * count, 100 * count + 64)
+            with contextlib.suppress(KeyboardInterrupt):
+                call(store, numbers)
+            executor.wait = real
+        store.flush()
+        assert held(store) == (0, 0, 0)
+        assert store.check() == []
+        assert CHUNKS.put(store, range(1000, 1064)) == 64
+        assert CHUNKS.found(store, range(1000, 1064)) == list(range(1000, 1064))
