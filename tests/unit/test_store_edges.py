@@ -1,7 +1,7 @@
 """A store at its edges: chunks named twice, room for one chunk, interrupted calls."""
 
 import contextlib
-from itertools import product
+import itertools
 
 import pytest
 from store_kit import Chunks, config_of
@@ -46,21 +46,18 @@ def test_room_for_one_chunk_is_enough_for_its_record(tmp_path, cascade, primary,
 
 
 @pytest.mark.parametrize("backend", ["file", "lmdb"])
-def test_a_call_that_is_interrupted_while_it_waits_or_copies_holds_nothing(tmp_path, backend):
+def test_a_call_that_is_interrupted_while_it_waits_holds_nothing(tmp_path, backend):
     config = config_of(tmp_path, backend=backend, primary="2MiB")
     with CHUNKS.open(config) as store:
         CHUNKS.put(store, range(64))
 
-        def interrupt(*_):
-            raise KeyboardInterrupt
-
         executor, real = store._executor, store._executor.wait
-        for count, call in product(range(3), [CHUNKS.put, CHUNKS.found]):
-            waits = iter(range(count))
+        for count, call in itertools.product(range(3), [CHUNKS.put, CHUNKS.found]):
+            waits = itertools.count()
 
-            def wait(seconds, waits=waits):
-                if next(waits, None) is None:
-                    interrupt()
+            def wait(seconds, waits=waits, count=count):
+                if next(waits) == count:
+                    raise KeyboardInterrupt
                 real(seconds)
 
             executor.wait = wait
