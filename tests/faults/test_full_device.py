@@ -1,4 +1,4 @@
-"""A device that is really full loses nothing and is in use again, without a restart, when it is not.
+"""A really full device loses nothing, and is in use again without a restart once it is free.
 
 On a file system of its own, in a mount namespace of its own, where the system allows that.
 """

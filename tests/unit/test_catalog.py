@@ -446,6 +446,16 @@ def test_a_failing_catalog_refuses_and_recovers(harness):
     assert harness.catalog.check() == []
 
 
+def test_a_backlog_of_touches_of_all_records_evicts_none(tmp_path):
+    harness = Harness(tmp_path, chunk=4096)
+    harness.store(*range(4))
+    touches = [TouchKeys(tuple(harness.keys(3, 2, 1, 0)))] * 1000
+    harness.writer.handle([*touches, TouchKeys(tuple(harness.keys(3)))])
+    assert harness.order() == [2, 1, 0, 3]
+    assert harness.catalog.check() == []
+    harness.catalog.close()
+
+
 def test_a_full_device_evicts_nothing_and_leaves_the_catalog_as_large_as_it_was(harness):
     for first in range(0, 40, 8):
         harness.store(*range(first, first + 8))

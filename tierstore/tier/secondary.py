@@ -31,6 +31,8 @@ __all__ = ["SecondaryTier"]
 _logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 30.0
+_ADVICE_WAITING_MAX = 1024
+"""A catalog that is slower than its callers hears no more of uses and of worthless records."""
 
 
 class SecondaryTier:
@@ -97,12 +99,18 @@ class SecondaryTier:
         self._mailbox.put(CommitTicket(ticket, frozenset(failed)))
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Record one use of each key, tail first: it becomes the last to be evicted."""
-        self._mailbox.put(TouchKeys(tuple(keys)))
+        """Record one use of each key, tail first: it becomes the last to be evicted.
+
+        Dropped while too much waits for the catalog.
+        """
+        self._mailbox.offer(TouchKeys(tuple(keys)), _ADVICE_WAITING_MAX)
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
-        """Forget records (corrupt, or absent in the file) and free their places."""
-        self._mailbox.put(RemoveKeys(tuple(keys)))
+        """Forget records (corrupt, or absent in the file) and free their places.
+
+        Dropped while too much waits for the catalog, or it fails: the next read finds them again.
+        """
+        self._mailbox.offer(RemoveKeys(tuple(keys)), _ADVICE_WAITING_MAX)
 
     def forget_namespace(self) -> None:
         """Make every record of this tier's manifest unreachable at once, and free them in time.
