@@ -2,12 +2,23 @@
 
 import contextlib
 import itertools
+import resource
+from pathlib import Path
 
+import numpy as np
 import pytest
 from store_kit import Chunks, config_of
 
+from tierstore import TierStore
+from tierstore.backend.opening import open_backend
+
 CHUNKS = Chunks(65_536)
 CASCADES = ["write_through", "on_evict", "second_touch"]
+
+
+def open_resources():
+    """Count the descriptors and the threads of this process."""
+    return [len(list(Path("/proc/self", name).iterdir())) for name in ("fd", "task")]
 
 
 def held(store):
@@ -70,3 +81,42 @@ def test_a_call_that_is_interrupted_while_it_waits_holds_nothing(tmp_path, backe
         assert store.check() == []
         assert CHUNKS.put(store, range(1000, 1064)) == 64
         assert CHUNKS.found(store, range(1000, 1064)) == list(range(1000, 1064))
+
+
+def test_a_plug_in_that_raises_in_the_second_tier_leaves_nothing_open(tmp_path):
+    config = config_of(tmp_path / "0")
+    second = config["secondary"][0] | {"name": "second", "path": str(tmp_path / "1")}
+    config["secondary"].append(second)
+
+    def open_first_only(tier, manifest, *, rank, rank_count):
+        if tier.name == "second":
+            raise RuntimeError("a bug of a plug-in")
+        return open_backend(tier, manifest, rank=rank, rank_count=rank_count)
+
+    before = open_resources()
+    with pytest.raises(RuntimeError, match="plug-in"):
+        TierStore.open(config, CHUNKS.manifest, open_backend=open_first_only)
+    assert open_resources() == before
+    with CHUNKS.open(config) as store:
+        assert CHUNKS.put(store, range(4)) == 4
+
+
+def test_a_segment_that_cannot_be_mapped_is_a_miss_and_leaves_no_descriptor(tmp_path):
+    config = config_of(tmp_path, io={"mode": "mmap"})
+    with CHUNKS.open(config) as store:
+        CHUNKS.put(store, range(8))
+    with CHUNKS.open(config) as store:
+        out = np.zeros((8, CHUNKS.chunk_bytes), np.uint8)
+        keys = CHUNKS.keys(range(8))
+        before = open_resources()
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (taken + (1 << 19), limits[1]))
+        try:
+            found = store.get(keys, out)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limits)
+        assert found == [False] * 8
+        assert open_resources() == before
+        assert store.get(keys, out) == [True] * 8
+        assert np.array_equal(out, CHUNKS.array(range(8)))
