@@ -1,5 +1,6 @@
 """Eight threads on one store, and a close while they are inside."""
 
+import itertools
 import random
 import threading
 
@@ -12,6 +13,48 @@ from tierstore.errors import ClosedError
 CHUNKS = Chunks(16_384)
 NUMBERS = range(600)
 CALLS = 40
+KEYS, ROWS = CHUNKS.keys(NUMBERS), CHUNKS.array(NUMBERS)
+
+
+class Worker(threading.Thread):
+    """Stores and loads until the store is closed."""
+
+    def __init__(self, store, seed):
+        super().__init__()
+        self.store = store
+        self.dice = random.Random(seed)
+        self.worked = threading.Event()
+        self.found_count = 0
+        self.outcome = None
+
+    def run(self):
+        try:
+            for call in itertools.count():
+                self.play()
+                if call == CALLS:
+                    self.worked.set()
+        except ClosedError:
+            self.outcome = "closed"
+        except BaseException as error:
+            self.outcome = error
+            raise
+        finally:
+            self.worked.set()
+
+    def play(self):
+        count = self.dice.randrange(1, 24)
+        first = self.dice.randrange(len(NUMBERS) - count)
+        self.store.put(KEYS[first : first + count], ROWS[first : first + count])
+        first = self.dice.randrange(len(NUMBERS) - count)
+        keys, rows = KEYS[first : first + count], ROWS[first : first + count]
+        out = np.zeros_like(rows)
+        found = np.array(self.store.get(keys, out))
+        assert np.array_equal(out[found], rows[found])
+        assert not out[~found].any()
+        self.found_count += found.sum()
+        self.store.match_prefix(keys)
+        if self.dice.random() < 0.05:
+            assert self.store.check() == []
 
 
 @pytest.mark.parametrize("cascade", ["write_through", "on_evict"])
@@ -20,51 +63,18 @@ def test_eight_threads_get_the_right_bytes_until_the_store_is_closed(tmp_path, b
     config = config_of(tmp_path, backend=backend, primary="2MiB", capacity="16MiB", cascade=cascade)
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
-    keys, rows = CHUNKS.keys(NUMBERS), CHUNKS.array(NUMBERS)
     store = CHUNKS.open(config)
-    done, outcomes, found_counts = threading.Semaphore(0), [], []
-
-    def work(dice, out):
-        calls = 0
-        try:
-            while True:
-                first, count = dice.randrange(len(NUMBERS) - 24), dice.randrange(1, 24)
-                chosen = slice(first, first + count)
-                store.put(keys[chosen], rows[chosen])
-                first = dice.randrange(len(NUMBERS) - 24)
-                chosen = slice(first, first + count)
-                found = np.array(store.get(keys[chosen], out[:count]))
-                assert np.array_equal(out[:count][found], rows[chosen][found])
-                found_counts.append(found.sum())
-                store.match_prefix(keys[chosen])
-                if dice.random() < 0.05:
-                    assert store.check() == []
-                calls += 1
-                if calls == CALLS:
-                    done.release()
-        except ClosedError:
-            outcomes.append("closed")
-        except BaseException as error:
-            outcomes.append(error)
-            done.release()
-            raise
-
-    threads = [
-        threading.Thread(
-            target=work, args=(random.Random(seed + i), np.zeros((24, 16_384), np.uint8))
-        )
-        for i in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for _ in threads:
-        done.acquire()
+    workers = [Worker(store, seed + number) for number in range(8)]
     closers = [threading.Thread(target=store.close) for _ in range(2)]
-    for thread in closers:
-        thread.start()
-    for thread in (*threads, *closers):
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        assert worker.worked.wait(60)
+    for closer in closers:
+        closer.start()
+    for thread in (*workers, *closers):
         thread.join(60)
-    assert outcomes == ["closed"] * 8
-    assert sum(found_counts) > 8 * CALLS, "hardly a hit: the test tests nothing"
+    assert [worker.outcome for worker in workers] == ["closed"] * 8
+    assert sum(worker.found_count for worker in workers) > 8 * CALLS, "hardly a hit"
     with CHUNKS.open(config) as store:
         assert store.check() == []
