@@ -4,9 +4,11 @@ Synchronous: `SecondaryTier` calls it in its mailbox's thread, tests call it dir
 one transaction; tickets, waiting requests and events change only after it committed.
 """
 
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import cast
 
 from tierstore.clock import Clock
 from tierstore.errors import (
@@ -135,7 +137,7 @@ class CatalogWriter:
         waiting = self.waiting.copy()
         events: list[SecondaryEvent] = []
         with self._catalog.transaction(self._pins) as work:
-            for operation in batch:
+            for operation in _joined_touches(batch):
                 if isinstance(operation, RequestPlaces):
                     waiting.append(operation)
                 else:
@@ -339,7 +341,7 @@ class CatalogWriter:
                         self._writing.difference_update(ticket.keys)
                 case ForgetNamespace() | BeginEpoch():
                     self._retained.append(operation)
-                case ReleaseDone() | RemoveKeys() if not is_damage:
+                case ReleaseDone() if not is_damage:
                     self._retained.append(operation)
                 case _:
                     pass
@@ -369,6 +371,20 @@ def _batches(operations: Iterable[Operation]) -> Iterable[list[Operation]]:
             batch, key_count = [], 0
     if batch:
         yield batch
+
+
+def _joined_touches(batch: Sequence[Operation]) -> Iterable[Operation]:
+    """Join touches that follow each other, with the same outcome.
+
+    Each touch of all records there are would cost a page of the map until the transaction ends, and
+    what gathers behind a slow transaction is hundreds of them.
+    """
+    for kind, operations in itertools.groupby(batch, type):
+        if kind is TouchKeys:
+            touches = (cast("TouchKeys", operation).keys for operation in operations)
+            yield TouchKeys(tuple(itertools.chain.from_iterable(touches)))
+        else:
+            yield from operations
 
 
 def _freed(release: tuple[int, PendingRow]) -> Freed:
