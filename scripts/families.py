@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "vllm"))
 
 from engine import EngineResult, Round, run_engine  # noqa: E402 - the tests' harness
-from family_configs import CONFIGS  # noqa: E402
+from family_configs import CONFIGS, ENGINE_ARGUMENTS  # noqa: E402
 from scenario import Scenario, assert_same_answers, tier_config  # noqa: E402
 from tiny_models import DTYPES, build_model  # noqa: E402
 
@@ -51,6 +51,7 @@ class Family:
 
     def __init__(self, name: str, folder: Path) -> None:
         self._noise = NOISE[DTYPES[name]]
+        self._arguments = ENGINE_ARGUMENTS.get(name, {})
         self._folder = folder
         self._scenario = Scenario(build_model(name, folder), DTYPES[name], alignment_tokens=1)
         prompts = [prompt for prompt in self._scenario.first if len(prompt) >= SHORTEST]
@@ -118,10 +119,13 @@ class Family:
             return cell if result.metrics.get("num_preemptions") else f"{cell} (none was)"
         return f"not run ({cause[:60]})"
 
-    def _engine(self, *names: str, **changes: object) -> EngineResult:
+    def _engine(
+        self, *names: str, engine: dict[str, object] | None = None, **changes: object
+    ) -> EngineResult:
         rounds = {name: self._rounds[name] for name in names}
         # Nothing but a reset, which an engine that leaked a block refuses.
         rounds["leaks"] = Round(prompts=[], one_by_one=True)
+        changes |= {"engine": self._arguments | (engine or {})}
         job = self._scenario.job(rounds, workarounds=True, separate_process=False, **changes)
         return run_engine(job, self._folder, timeout_seconds=400)
 
