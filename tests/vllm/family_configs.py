@@ -44,11 +44,10 @@ def _llama() -> transformers.PretrainedConfig:
 
 def _mla(config_class: type, **changes: Any) -> transformers.PretrainedConfig:
     return config_class(
-        **(_COMMON | {"num_key_value_heads": 4}),
+        **(_COMMON | {"num_key_value_heads": 4, "head_dim": 64}),
         num_hidden_layers=3,
         intermediate_size=256,
         **{
-            # Dense: transformers stores experts in one tensor, vLLM loads them one by one.
             "first_k_dense_replace": 3,
             "moe_intermediate_size": 64,
             "n_routed_experts": 4,
@@ -215,7 +214,7 @@ CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         mamba_chunk_size=64,
     ),
     "zamba2": lambda: transformers.Zamba2Config(
-        **(_TIED | {"num_key_value_heads": 4}),
+        **(_TIED | {"num_key_value_heads": 4, "head_dim": 64}),
         num_hidden_layers=4,
         intermediate_size=256,
         layers_block_type=["linear_attention", "hybrid"] * 2,
@@ -251,7 +250,8 @@ CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "glm4_moe_lite": lambda: _mla(
         transformers.Glm4MoeLiteConfig,
         q_lora_rank=64,
-        mlp_layer_types=["dense"] * 3,
+        first_k_dense_replace=2,
+        mlp_layer_types=["dense", "dense", "sparse"],
     ),
 }
 
