@@ -139,7 +139,8 @@ def engine_environment(*, separate_process: bool) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "2",
+        # Two threads that wait for each other by spinning crawl beside anything else on two cores.
+        "OMP_NUM_THREADS": "1",
     }
 
 
