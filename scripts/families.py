@@ -38,7 +38,7 @@ ABORTED_COUNT = 4
 """Prompts of a batch that is aborted: the longest ones."""
 NOISE = {"float32": 1e-3, "bfloat16": 0.05}
 """By how much logprobs of two runs without tierstore differ, as their batches differ."""
-SMALL_CACHE_BLOCKS = (48, 80, 160)
+SMALL_CACHE_BLOCKS = (24, 48, 88, 104, 160)
 TOO_SMALL = "To serve at least one request"
 SHORTEST = 129
 DAMAGE_EVERY_BYTES = 64 << 10
