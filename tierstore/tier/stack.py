@@ -100,8 +100,10 @@ class TierStack:
             for secondary in secondaries:
                 secondary.close()
             raise
-        # Write-behind pins chunks: half of the primary tier always stays free for the engine.
+        # Write-behind pins chunks: half of the primary tier always stays free for the engine. One
+        # chunk at least, or none would ever be written.
         share_bytes = config.primary.capacity_bytes // (2 * max(1, len(config.secondary)))
+        chunk_bytes = max((group.chunk_bytes for group in groups), default=0)
         cascades = [
             Cascade(
                 tier_idx=tier_idx,
@@ -110,7 +112,7 @@ class TierStack:
                 primary=primary,
                 secondary=secondary,
                 counters=counters,
-                queue_bytes_max=min(tier.io.write_queue_bytes, share_bytes),
+                queue_bytes_max=max(chunk_bytes, min(tier.io.write_queue_bytes, share_bytes)),
             )
             for tier_idx, (tier, secondary) in enumerate(
                 zip(config.secondary, secondaries, strict=True)
@@ -174,7 +176,10 @@ class TierStack:
         return len(keys)
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Record a use of resident chunks of one prefix, given head first; others are ignored."""
+        """Record a use of resident chunks of one prefix, head first and each once.
+
+        Others are ignored.
+        """
         slots = self._locate(keys)
         resident = [key for key, slot in zip(keys, slots, strict=True) if slot is not None]
         if resident:
@@ -192,7 +197,7 @@ class TierStack:
             if slot is None and not self._is_busy(key):
                 wanted.setdefault(key, i)
         if len(wanted) < len(keys):
-            self.touch(keys)
+            self.touch(list(dict.fromkeys(keys)))
         chosen = list(wanted)
         reserved = self._reserve(group_idx, chosen)
         while reserved is None and chosen:
@@ -332,8 +337,8 @@ class TierStack:
         """Return the bytes that may be offloaded now without a tier dropping their demote."""
         return min((cascade.room_bytes() for cascade in self._cascades), default=1 << 62)
 
-    def reset(self) -> None:
-        """Forget all chunks of this namespace in all tiers (the weights changed).
+    def reset(self, manifest: Manifest) -> None:
+        """Forget all chunks in all tiers (the weights changed); those to come are `manifest`'s.
 
         Chunks that a transfer holds are unreachable from now on and forgotten when it ends.
         """
@@ -344,7 +349,7 @@ class TierStack:
         self._doomed.update(self._primary.clear())
         self._doomed.update(self._primary.arriving)
         for secondary in self._secondaries:
-            secondary.forget_namespace()
+            secondary.reset(manifest)
 
     def check(self) -> list[str]:
         """Verify the invariants of all tiers; return the violations in words (empty: sound)."""
