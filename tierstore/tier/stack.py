@@ -218,13 +218,13 @@ class TierStack:
         """Commit the chunks that arrived, abort the failed ones (indices into the reservation)."""
         keys = reservation.keys
         lost = set(failed)
+        self._counters.add(Metric.REFUSED_OFFLOADS, len(lost), label="copy_failed")
         if self._doomed:
             lost.update(i for i, key in enumerate(keys) if key in self._doomed)
             self._doomed.difference_update(keys)
         if lost:
             self._primary.abort([keys[i] for i in sorted(lost)])
             keys = tuple(key for i, key in enumerate(keys) if i not in lost)
-            self._counters.add(Metric.REFUSED_OFFLOADS, len(lost), label="copy_failed")
         self._counters.add(Metric.OFFLOADED_CHUNKS, len(keys))
         chunk_bytes = self._groups[reservation.group_idx].chunk_bytes
         self._counters.add(Metric.OFFLOADED_BYTES, len(keys) * chunk_bytes)
@@ -239,14 +239,13 @@ class TierStack:
         (`partial`: it is left out instead), or pins leave no room for all of them; nothing was
         changed then, but for evictions.
         """
-        job_id = self.new_job_id()
         wanted: list[tuple[Sequence[OffloadKey], list[int | None]]] = []
         found: list[Promote] = []
         for group_idx, keys in groups:
             slots = self._locate(keys)
             missing = [key for key, slot in zip(keys, slots, strict=True) if slot is None]
             known = [key for key in missing if not self._is_busy(key)]
-            promotes, nowhere = self._promotions.find(job_id, group_idx, known)
+            promotes, nowhere = self._promotions.find(group_idx, known)
             found.extend(promotes)
             if nowhere or len(known) < len(missing):
                 if not partial:
@@ -265,7 +264,7 @@ class TierStack:
         reserved = self._reserve_promotes(found, pinned)
         if reserved is None:
             return None
-        return LoadReservation.of(job_id, wanted, reserved, pinned)
+        return LoadReservation.of(self.new_job_id(), wanted, reserved, pinned)
 
     def _reserve_promotes(
         self, found: Sequence[Promote], pinned: Sequence[OffloadKey]
