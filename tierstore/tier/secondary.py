@@ -117,7 +117,8 @@ class SecondaryTier:
         """Record one use of each key, tail first: it becomes the last to be evicted.
 
         Uses wait a moment for others, so that a burst of loads need not share the interpreter with
-        the transactions that record it; whatever could see the order comes after them. Dropped while too much waits for the catalog.
+        the transactions that record it; whatever could see the order comes after them. Dropped
+        while too much waits for the catalog.
         """
         if not self._touched:
             self._touched_at = self._clock.seconds()
@@ -177,7 +178,7 @@ class SecondaryTier:
     def has_messages(self) -> bool:
         """Say whether `poll` has something to return, or will have without being asked."""
         # In this order: what the writer does leaves events behind before it is idle.
-        return not self._mailbox.wait_idle(0) or bool(self._writer.events)
+        return not self._mailbox.wait_idle(0) or bool(self._writer.events or self._touched)
 
     def wait(self, timeout_seconds: float) -> bool:
         """Wait until the writer has done all that is queued and doable; False: time is up."""
