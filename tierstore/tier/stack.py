@@ -207,12 +207,8 @@ class TierStack:
             Metric.REFUSED_OFFLOADS, len(wanted) - len(chosen), label="primary_pinned"
         )
         indices = tuple(wanted[key] for key in chosen)
-        return OffloadReservation(
-            group_idx,
-            indices,
-            tuple(chosen),
-            np.empty(0, np.int64) if reserved is None else reserved,
-        )
+        slots_new = np.empty(0, np.int64) if reserved is None else reserved
+        return OffloadReservation(group_idx, indices, tuple(chosen), slots_new)
 
     def finish_offload(self, reservation: OffloadReservation, failed: Collection[int] = ()) -> None:
         """Commit the chunks that arrived, abort the failed ones (indices into the reservation)."""
