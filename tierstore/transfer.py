@@ -51,7 +51,7 @@ class FailureReason(Enum):
     ABSENT = "absent"
     """The record is gone: evicted meanwhile, segment removed, file truncated."""
     CORRUPT = "corrupt"
-    """Length, key or checksum do not match; the record is quarantined."""
+    """Length, key or checksum do not match; the record is removed."""
     IO_ERROR = "io_error"
     FULL = "full"
     DEADLINE = "deadline"

@@ -11,14 +11,14 @@ from tierstore.tier.reservation import ChunkState
 from tierstore.tier.stack import TierStack
 from tierstore.transfer import IntArray
 
-__all__ = ["PrefixMatch", "match_prefix"]
+__all__ = ["RestorablePrefix", "match_prefix"]
 
 _FIRST_BATCH = 64
 """Chunks asked at first; doubled while all are there, so that a miss costs one short lookup."""
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixMatch:
+class RestorablePrefix:
     """The longest restorable prefix, local tokens included; 0 where nothing is gained."""
 
     ready_tokens: int
@@ -33,7 +33,7 @@ def match_prefix(
     block_hashes: Sequence[bytes],
     local_tokens: int,
     token_count: int,
-) -> PrefixMatch:
+) -> RestorablePrefix:
     """Find the largest aligned hit in (local_tokens, token_count) that satisfies every group.
 
     One token is left to compute. Changes nothing. Full attention is asked first and in growing
@@ -56,7 +56,7 @@ def match_prefix(
         (local_tokens // alignment + 1) * alignment, hoped_limit + 1, alignment, dtype=np.int64
     )
     if not len(lengths):
-        return PrefixMatch(0, 0)
+        return RestorablePrefix(0, 0)
     others = [config for config in configs if config.spec.kind is not GroupKind.FULL]
     # The longest length alone first: it is the answer nearly always, and its windows are short.
     for candidates in (lengths[-1:], lengths):
@@ -66,7 +66,7 @@ def match_prefix(
         ready_ok &= candidates <= ready_limit
         if ready_ok[-1] or len(lengths) == 1:
             break
-    return PrefixMatch(_last(candidates, ready_ok), _last(candidates, hoped_ok))
+    return RestorablePrefix(_last(candidates, ready_ok), _last(candidates, hoped_ok))
 
 
 def _full_run(
