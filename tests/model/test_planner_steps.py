@@ -9,6 +9,7 @@ from reference_stack import ReferenceStack
 
 from tierstore.key import Namespace
 from tierstore.layout import GroupKind, GroupSpec
+from tierstore.manifest import Manifest
 from tierstore.metrics import Counters
 from tierstore.planner import (
     EngineStep,
@@ -150,7 +151,7 @@ def test_an_idle_engine_is_let_go_although_an_answer_never_comes():
 
 def test_after_a_reset_a_request_is_offloaded_again_once_it_starts_from_nothing():
     planner = open_planner()
-    planner.reset()
+    planner.reset(Manifest.simple("new weights", 1))
     assert offloads(planner, progress=[Progress("r", 0, 8)]) == ()
     for computed, offloaded in ((4, []), (0, [1, 2])):
         table = FullTable("r", [[1, 2]], computed)
