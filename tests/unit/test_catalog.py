@@ -18,6 +18,7 @@ from tierstore.manifest import Manifest
 from tierstore.record import PLACE_DTYPE
 from tierstore.tier.catalog import Catalog
 from tierstore.tier.catalog_messages import (
+    BeginEpoch,
     Committed,
     CommitTicket,
     Evict,
@@ -391,6 +392,24 @@ def test_a_namespace_that_a_failing_catalog_could_not_forget_is_forgotten_later(
     assert isinstance(harness.store(3), Placed)
     assert harness.writer.forgotten_count == 1
     assert harness.located(1, 2, 3) == [False, False, True]
+
+
+def test_an_epoch_that_a_failing_catalog_could_not_enter_is_entered_before_its_records(harness):
+    epoch = harness.manifest.in_epoch("e")
+    real = harness.catalog._env.write
+
+    def broken(*_):
+        raise BackendFullError("no space")
+
+    harness.catalog._env.write = broken
+    harness.writer.handle([BeginEpoch(epoch.namespace, epoch.canonical_json)])
+    harness.catalog._env.write = real
+    harness.manifest = epoch
+    assert isinstance(harness.store(1), Placed)
+    databases = harness.catalog._databases
+    for database in (databases.namespaces, databases.epochs):
+        with harness.catalog._env.read(database) as txn:
+            assert txn.get(epoch.namespace) is not None
 
 
 def test_the_map_of_the_geometry_has_room_for_random_keys_under_steady_eviction(tmp_path):

@@ -13,12 +13,14 @@ from tierstore.errors import (
     BackendCorruptError,
     BackendError,
     BackendFullError,
+    BackendMapFullError,
     CatalogDamagedError,
     CatalogError,
 )
-from tierstore.key import OffloadKey
+from tierstore.key import Namespace, OffloadKey
 from tierstore.tier.catalog import Catalog
 from tierstore.tier.catalog_messages import (
+    BeginEpoch,
     Committed,
     CommitTicket,
     Evict,
@@ -84,10 +86,16 @@ class CatalogWriter:
         if self._needs_sync and self._clock.seconds() - self._synced_at >= _SYNC_SECONDS:
             self.sync()
 
-    def recover(self) -> None:
-        """Adopt what dead owners left, and make room if the capacity shrank."""
+    def recover(self) -> list[Namespace]:
+        """Adopt what dead owners left, and make room if the capacity shrank.
+
+        Returns:
+            Namespaces to forget: epochs of dead owners, whose records nobody will ever ask for.
+        """
+        epochs: list[Namespace] = []
         try:
             with self._catalog.transaction(self._pins) as work:
+                epochs = work.dead_epochs(self._catalog.is_owner_dead)
                 releases = work.adopt_dead(self._catalog.is_owner_dead)
                 freed = work.space.emit()
         except (BackendError, CatalogError) as error:
@@ -95,6 +103,7 @@ class CatalogWriter:
         else:
             self.events.extend(_freed(release) for release in [*releases, freed] if release)
         self.handle([Evict()])
+        return epochs
 
     def sync(self) -> None:
         """Flush what was committed to the device."""
@@ -109,7 +118,7 @@ class CatalogWriter:
         try:
             try:
                 has_more = self._transact(batch)
-            except BackendFullError as error:
+            except BackendMapFullError as error:
                 self._log("catalog full, evicting", error)
                 self._relieve()
                 has_more = self._transact(batch)
@@ -143,8 +152,7 @@ class CatalogWriter:
         self.waiting = waiting
         if freed:
             events.append(_freed(freed))
-        self.events.extend(map(Committed, closed))
-        self.events.extend(events)
+        self.events.extend([*map(Committed, closed), *events])
         self._needs_sync = True
         return has_more
 
@@ -161,6 +169,8 @@ class CatalogWriter:
                 work.remove(keys)
             case ReleaseDone(release_id):
                 work.space.release(release_id)
+            case BeginEpoch(namespace, manifest_json):
+                work.begin_epoch(namespace, manifest_json)
             case _:
                 pass
 
@@ -248,7 +258,8 @@ class CatalogWriter:
     def _relieve(self) -> None:
         """Evict an eighth of a catalog whose map is full.
 
-        The catalog is kept below the size that failed from now on.
+        The catalog is kept below the size that failed from now on. A full device is no reason:
+        what fills it may go again, and records with it would not make room for the catalog.
         """
         self._catalog.forget_dead_readers()
         evicted_count, wanted_count = 0, 1
@@ -286,7 +297,7 @@ class CatalogWriter:
         try:
             try:
                 self._remove_namespace(operation)
-            except BackendFullError as error:
+            except BackendMapFullError as error:
                 self._log("catalog full, evicting", error)
                 self._catalog.forget_dead_readers()
                 namespace = operation.namespace
@@ -326,7 +337,7 @@ class CatalogWriter:
                         self._retained.append(CommitTicket(ticket_id, None))
                     elif ticket := self._tickets.pop(ticket_id, None):
                         self._writing.difference_update(ticket.keys)
-                case ForgetNamespace():
+                case ForgetNamespace() | BeginEpoch():
                     self._retained.append(operation)
                 case ReleaseDone() | RemoveKeys() if not is_damage:
                     self._retained.append(operation)

@@ -9,10 +9,11 @@ from tierstore.clock import MonotonicClock
 from tierstore.config import SecondaryConfig
 from tierstore.errors import BackendError, CatalogError
 from tierstore.io_pool import Mailbox
-from tierstore.key import OffloadKey
+from tierstore.key import Namespace, OffloadKey
 from tierstore.manifest import Manifest
 from tierstore.tier.catalog import Catalog, SecondaryStats
 from tierstore.tier.catalog_messages import (
+    BeginEpoch,
     CommitTicket,
     Evict,
     ForgetNamespace,
@@ -55,6 +56,8 @@ class SecondaryTier:
         self._touched: list[OffloadKey] = []
         self._touched_at = 0.0
         self._forget_count = 0
+        self._hidden_until = 0
+        """Nothing is located before so many namespaces are forgotten."""
         self._is_closed = False
         self._is_failing = False
 
@@ -72,8 +75,10 @@ class SecondaryTier:
         """
         catalog = Catalog.open(config, manifest, rank_count=rank_count)
         tier = cls(catalog, manifest, f"{tier_idx}-{config.name}")
-        tier._writer.recover()
+        epochs = tier._writer.recover()
         tier._mailbox.open()
+        for namespace in epochs:
+            tier._forget(namespace)
         return tier
 
     @property
@@ -83,7 +88,7 @@ class SecondaryTier:
 
     def locate(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
         """Return the place of each recorded key; one read transaction, about 1.5 us per key."""
-        if self._forget_count != self._writer.forgotten_count:
+        if self._writer.forgotten_count < self._hidden_until:
             return [None] * len(keys)
         try:
             return self._catalog.locate(keys)
@@ -120,13 +125,21 @@ class SecondaryTier:
         """Forget records (corrupt, or absent in the file) and free their places."""
         self._put(RemoveKeys(tuple(keys)))
 
-    def forget_namespace(self) -> None:
+    def reset(self, manifest: Manifest) -> None:
         """Make every record of this tier's manifest unreachable at once, and free them in time.
 
-        Requests that wait are refused; what is being written now will not be published.
+        Requests that wait are refused; what is being written now will not be published. What comes
+        later is recorded under `manifest`: the same, or the next epoch of it.
         """
+        self._forget(self._namespace)
+        self._hidden_until = self._forget_count
+        if manifest.namespace != self._namespace:
+            self._namespace = manifest.namespace
+            self._put(BeginEpoch(manifest.namespace, manifest.canonical_json))
+
+    def _forget(self, namespace: Namespace) -> None:
         self._forget_count += 1
-        self._put(ForgetNamespace(self._namespace))
+        self._put(ForgetNamespace(namespace))
 
     def pin(self, keys: Sequence[OffloadKey]) -> None:
         """Keep this process from evicting records while they are read (counted)."""
@@ -154,6 +167,11 @@ class SecondaryTier:
             # Another process may have given the bytes back that a request waits for.
             self._put(Evict())
         return polled
+
+    def has_messages(self) -> bool:
+        """Say whether `poll` has something to return, or will have without being asked."""
+        # In this order: what the writer does leaves events behind before it is idle.
+        return not self._mailbox.wait_idle(0) or bool(self._writer.events)
 
     def wait(self, timeout_seconds: float) -> bool:
         """Wait until the writer has done all that is queued and doable; False: time is up."""

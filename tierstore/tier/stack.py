@@ -333,8 +333,8 @@ class TierStack:
         """Return the bytes that may be offloaded now without a tier dropping their demote."""
         return min((cascade.room_bytes() for cascade in self._cascades), default=1 << 62)
 
-    def reset(self) -> None:
-        """Forget all chunks of this namespace in all tiers (the weights changed).
+    def reset(self, manifest: Manifest) -> None:
+        """Forget all chunks in all tiers (the weights changed); those to come are `manifest`'s.
 
         Chunks that a transfer holds are unreachable from now on and forgotten when it ends.
         """
@@ -345,7 +345,7 @@ class TierStack:
         self._doomed.update(self._primary.clear())
         self._doomed.update(self._primary.arriving)
         for secondary in self._secondaries:
-            secondary.forget_namespace()
+            secondary.reset(manifest)
 
     def check(self) -> list[str]:
         """Verify the invariants of all tiers; return the violations in words (empty: sound)."""
