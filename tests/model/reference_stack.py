@@ -86,7 +86,6 @@ class ReferenceStack(TierStack):
                 places = tuple(Place(key) for key in promoted)
                 promotes.append(
                     Promote(
-                        job_id=job_id,
                         tier_idx=0,
                         group_idx=group_idx,
                         keys=tuple(promoted),

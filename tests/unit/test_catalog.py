@@ -496,6 +496,35 @@ def test_a_failing_catalog_refuses_and_recovers(harness):
     assert harness.catalog.check() == []
 
 
+def test_a_backlog_of_touches_of_all_records_evicts_none(tmp_path):
+    harness = Harness(tmp_path, chunk=4096)
+    harness.store(*range(4))
+    touches = [TouchKeys(tuple(harness.keys(3, 2, 1, 0)))] * 1000
+    harness.writer.handle([*touches, TouchKeys(tuple(harness.keys(3)))])
+    assert harness.order() == [2, 1, 0, 3]
+    assert harness.catalog.check() == []
+    harness.catalog.close()
+
+
+def test_a_full_device_evicts_nothing_and_leaves_the_catalog_as_large_as_it_was(harness):
+    for first in range(0, 40, 8):
+        harness.store(*range(first, first + 8))
+    real, failures = harness.catalog._env.write, iter(range(1))
+
+    def full_once(*arguments):
+        if next(failures, None) is not None:
+            raise BackendFullError("no space left on device")
+        return real(*arguments)
+
+    harness.catalog._env.write = full_once
+    assert isinstance(harness.store(100), Refused)
+    assert harness.located(*range(40)) == [True] * 40
+    for first in range(200, 240, 8):
+        assert isinstance(harness.store(*range(first, first + 8)), Placed)
+    assert harness.located(*range(40)) == [True] * 40
+    assert harness.catalog.check() == []
+
+
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("store"), st.lists(st.integers(0, 200), min_size=1, max_size=12)),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import read_metrics
+from leaks import find_leaks
 
 __all__ = ["SEAMS", "Lab", "main"]
 
@@ -156,17 +157,7 @@ class Lab:
     def check(self) -> list[str]:
         """Name what leaked."""
         self.idle()
-        stack = self.half._stack
-        problems = list(self.half.check())
-        if stack.primary._pins:
-            problems.append(f"{len(stack.primary._pins)} chunks stay pinned in memory")
-        if stack.primary.arriving:
-            problems.append(f"{len(stack.primary.arriving)} chunks stay arriving")
-        problems += [
-            f"{len(tier._pins)} records stay pinned" for tier in stack.secondaries if tier._pins
-        ]
-        if self.worker._open_jobs or self.worker._load_requests:
-            problems.append("the worker half has jobs that nobody answers")
+        problems = find_leaks(self.half, self.worker)
         if not self.llm.reset_prefix_cache():
             problems.append("the engine's prefix cache cannot be reset: blocks leaked")
         return problems

@@ -167,6 +167,9 @@ class Cascade:
             elif isinstance(event, Committed):
                 self._finish_commit(event)
             else:
+                self._counters.add(
+                    Metric.EVICTED_CHUNKS, event.evicted_count, label=self._config.name
+                )
                 commands.append(self._start_release(event, new_job_id()))
         if self._unreleased:
             self._calls_until_retry -= 1

@@ -4,9 +4,11 @@ Synchronous: `SecondaryTier` calls it in its mailbox's thread, tests call it dir
 one transaction; tickets, waiting requests and events change only after it committed.
 """
 
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import cast
 
 from tierstore.clock import Clock
 from tierstore.errors import (
@@ -135,7 +137,7 @@ class CatalogWriter:
         waiting = self.waiting.copy()
         events: list[SecondaryEvent] = []
         with self._catalog.transaction(self._pins) as work:
-            for operation in batch:
+            for operation in _joined_touches(batch):
                 if isinstance(operation, RequestPlaces):
                     waiting.append(operation)
                 else:
@@ -151,7 +153,7 @@ class CatalogWriter:
             self._writing.update(ticket.keys)
         self.waiting = waiting
         if freed:
-            events.append(_freed(freed))
+            events.append(_freed(freed, work.evicted_count))
         self.events.extend([*map(Committed, closed), *events])
         self._needs_sync = True
         return has_more
@@ -283,7 +285,7 @@ class CatalogWriter:
                 has_more = step(work)
                 freed = work.space.emit()
             if freed:
-                self.events.append(_freed(freed))
+                self.events.append(_freed(freed, work.evicted_count))
             # What a transaction frees can be used from the next but one on.
             for _ in range(2):
                 with self._catalog.transaction(spares_pages=False):
@@ -339,7 +341,7 @@ class CatalogWriter:
                         self._writing.difference_update(ticket.keys)
                 case ForgetNamespace() | BeginEpoch():
                     self._retained.append(operation)
-                case ReleaseDone() | RemoveKeys() if not is_damage:
+                case ReleaseDone() if not is_damage:
                     self._retained.append(operation)
                 case _:
                     pass
@@ -371,10 +373,24 @@ def _batches(operations: Iterable[Operation]) -> Iterable[list[Operation]]:
         yield batch
 
 
-def _freed(release: tuple[int, PendingRow]) -> Freed:
+def _joined_touches(batch: Sequence[Operation]) -> Iterable[Operation]:
+    """Join touches that follow each other, with the same outcome.
+
+    Each touch of all records there are would cost a page of the map until the transaction ends, and
+    what gathers behind a slow transaction is hundreds of them.
+    """
+    for kind, operations in itertools.groupby(batch, type):
+        if kind is TouchKeys:
+            touches = (cast("TouchKeys", operation).keys for operation in operations)
+            yield TouchKeys(tuple(itertools.chain.from_iterable(touches)))
+        else:
+            yield from operations
+
+
+def _freed(release: tuple[int, PendingRow], evicted_count: int = 0) -> Freed:
     release_id, row = release
     runs = tuple(
         PageRun(segment=segment, first_page=first_page, page_count=page_count)
         for segment, first_page, page_count in row.runs.tolist()
     )
-    return Freed(release_id, runs, tuple(row.empty_segments))
+    return Freed(release_id, runs, tuple(row.empty_segments), evicted_count)

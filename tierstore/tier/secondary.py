@@ -32,6 +32,8 @@ __all__ = ["SecondaryTier"]
 _logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 30.0
+_ADVICE_WAITING_MAX = 1024
+"""A catalog that is slower than its callers hears no more of uses and of worthless records."""
 _TOUCH_SECONDS = 0.1
 _TOUCH_KEYS_MAX = 512
 
@@ -115,15 +117,20 @@ class SecondaryTier:
         """Record one use of each key, tail first: it becomes the last to be evicted.
 
         Uses wait a moment for others, so that a burst of loads need not share the interpreter with
-        the transactions that record it; whatever could see the order comes after them.
+        the transactions that record it; whatever could see the order comes after them. Dropped
+        while too much waits for the catalog.
         """
         if not self._touched:
             self._touched_at = self._clock.seconds()
         self._touched.extend(keys)
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
-        """Forget records (corrupt, or absent in the file) and free their places."""
-        self._put(RemoveKeys(tuple(keys)))
+        """Forget records (corrupt, or absent in the file) and free their places.
+
+        Dropped while too much waits for the catalog, or it fails: the next read finds them again.
+        """
+        self._put_touched()
+        self._mailbox.offer(RemoveKeys(tuple(keys)), _ADVICE_WAITING_MAX)
 
     def reset(self, manifest: Manifest) -> None:
         """Make every record of this tier's manifest unreachable at once, and free them in time.
@@ -171,7 +178,7 @@ class SecondaryTier:
     def has_messages(self) -> bool:
         """Say whether `poll` has something to return, or will have without being asked."""
         # In this order: what the writer does leaves events behind before it is idle.
-        return not self._mailbox.wait_idle(0) or bool(self._writer.events)
+        return not self._mailbox.wait_idle(0) or bool(self._writer.events or self._touched)
 
     def wait(self, timeout_seconds: float) -> bool:
         """Wait until the writer has done all that is queued and doable; False: time is up."""
@@ -213,4 +220,5 @@ class SecondaryTier:
     def _put_touched(self) -> None:
         touched, self._touched = self._touched, []
         for start in range(0, len(touched), _TOUCH_KEYS_MAX):
-            self._mailbox.put(TouchKeys(tuple(touched[start : start + _TOUCH_KEYS_MAX])))
+            advice = TouchKeys(tuple(touched[start : start + _TOUCH_KEYS_MAX]))
+            self._mailbox.offer(advice, _ADVICE_WAITING_MAX)

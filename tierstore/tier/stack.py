@@ -100,8 +100,10 @@ class TierStack:
             for secondary in secondaries:
                 secondary.close()
             raise
-        # Write-behind pins chunks: half of the primary tier always stays free for the engine.
+        # Write-behind pins chunks: half of the primary tier always stays free for the engine. One
+        # chunk at least, or none would ever be written.
         share_bytes = config.primary.capacity_bytes // (2 * max(1, len(config.secondary)))
+        chunk_bytes = max((group.chunk_bytes for group in groups), default=0)
         cascades = [
             Cascade(
                 tier_idx=tier_idx,
@@ -110,7 +112,7 @@ class TierStack:
                 primary=primary,
                 secondary=secondary,
                 counters=counters,
-                queue_bytes_max=min(tier.io.write_queue_bytes, share_bytes),
+                queue_bytes_max=max(chunk_bytes, min(tier.io.write_queue_bytes, share_bytes)),
             )
             for tier_idx, (tier, secondary) in enumerate(
                 zip(config.secondary, secondaries, strict=True)
@@ -174,7 +176,10 @@ class TierStack:
         return len(keys)
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Record a use of resident chunks of one prefix, given head first; others are ignored."""
+        """Record a use of resident chunks of one prefix, head first and each once.
+
+        Others are ignored.
+        """
         slots = self._locate(keys)
         resident = [key for key, slot in zip(keys, slots, strict=True) if slot is not None]
         if resident:
@@ -192,7 +197,7 @@ class TierStack:
             if slot is None and not self._is_busy(key):
                 wanted.setdefault(key, i)
         if len(wanted) < len(keys):
-            self.touch(keys)
+            self.touch(list(dict.fromkeys(keys)))
         chosen = list(wanted)
         reserved = self._reserve(group_idx, chosen)
         while reserved is None and chosen:
@@ -213,13 +218,13 @@ class TierStack:
         """Commit the chunks that arrived, abort the failed ones (indices into the reservation)."""
         keys = reservation.keys
         lost = set(failed)
+        self._counters.add(Metric.REFUSED_OFFLOADS, len(lost), label="copy_failed")
         if self._doomed:
             lost.update(i for i, key in enumerate(keys) if key in self._doomed)
             self._doomed.difference_update(keys)
         if lost:
             self._primary.abort([keys[i] for i in sorted(lost)])
             keys = tuple(key for i, key in enumerate(keys) if i not in lost)
-            self._counters.add(Metric.REFUSED_OFFLOADS, len(lost), label="copy_failed")
         self._counters.add(Metric.OFFLOADED_CHUNKS, len(keys))
         chunk_bytes = self._groups[reservation.group_idx].chunk_bytes
         self._counters.add(Metric.OFFLOADED_BYTES, len(keys) * chunk_bytes)
@@ -234,14 +239,13 @@ class TierStack:
         (`partial`: it is left out instead), or pins leave no room for all of them; nothing was
         changed then, but for evictions.
         """
-        job_id = self.new_job_id()
         wanted: list[tuple[Sequence[OffloadKey], list[int | None]]] = []
         found: list[Promote] = []
         for group_idx, keys in groups:
             slots = self._locate(keys)
             missing = [key for key, slot in zip(keys, slots, strict=True) if slot is None]
             known = [key for key in missing if not self._is_busy(key)]
-            promotes, nowhere = self._promotions.find(job_id, group_idx, known)
+            promotes, nowhere = self._promotions.find(group_idx, known)
             found.extend(promotes)
             if nowhere or len(known) < len(missing):
                 if not partial:
@@ -260,7 +264,7 @@ class TierStack:
         reserved = self._reserve_promotes(found, pinned)
         if reserved is None:
             return None
-        return LoadReservation.of(job_id, wanted, reserved, pinned)
+        return LoadReservation.of(self.new_job_id(), wanted, reserved, pinned)
 
     def _reserve_promotes(
         self, found: Sequence[Promote], pinned: Sequence[OffloadKey]
