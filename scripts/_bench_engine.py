@@ -132,7 +132,9 @@ class Engine:
         self.half = half
         self._data = _DataPlane(executor)
         self._random = random.Random(1)  # noqa: S311 - reproducible, not secret
-        self._free = [KVCacheBlock(i) for i in range(1, (REQUEST_COUNT + 16) * (PROMPT_BLOCKS + 128))]
+        self._free = [
+            KVCacheBlock(i) for i in range(1, (REQUEST_COUNT + 16) * (PROMPT_BLOCKS + 128))
+        ]
         self._blocks: dict[str, list[KVCacheBlock]] = {}
         # One object per prompt, so that these are nothing to the garbage collector.
         self._texts: list[bytes] = []
@@ -225,7 +227,10 @@ class Engine:
             name = request.request_id
             if name not in scheduled:
                 continue
-            before, after = request.num_computed_tokens, request.num_computed_tokens + scheduled[name]
+            before, after = (
+                request.num_computed_tokens,
+                request.num_computed_tokens + scheduled[name],
+            )
             chunk_count += after // BLOCK_TOKENS - before // BLOCK_TOKENS
             fresh = self._allocate(request, after)
             if name in self._admitted:
@@ -277,7 +282,7 @@ class Engine:
         self._prefilling = [r for r in self._prefilling if r not in done]
         for request in done:
             # They differ in their progress, so that every step completes some chunks.
-            for _ in range(1 + self._count % BLOCK_TOKENS):
+            for _ in range(self._random.randint(1, BLOCK_TOKENS)):
                 request.append_output_token_ids(1)
             request.num_computed_tokens = request.num_tokens - 1
             self._allocate(request, request.num_computed_tokens)

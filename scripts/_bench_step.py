@@ -52,9 +52,7 @@ def measure_steps(
         primary=PrimaryConfig(capacity_bytes=RESIDENT_CHUNKS * PAGE_BYTES),
         secondary=(disk,) if with_disk else (),
     )
-    shape = EngineShape(
-        hash_block_tokens=BLOCK_TOKENS, alignment_tokens=BLOCK_TOKENS, rank_count=1
-    )
+    shape = EngineShape(hash_block_tokens=BLOCK_TOKENS, alignment_tokens=BLOCK_TOKENS, rank_count=1)
     executor = None
     if with_worker:
         executor = TransferExecutor.open(

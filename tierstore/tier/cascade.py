@@ -298,6 +298,7 @@ class Cascade:
     def _finish_commit(self, committed: Committed) -> None:
         writing = self._committing.pop(committed.ticket, None)
         if writing is not None:  # otherwise it was cancelled
+            self._secondary.on_recorded(writing.keys)
             self._finish_keys(writing.group_idx, writing.keys)
 
     def _finish_keys(self, group_idx: int, keys: Sequence[OffloadKey]) -> None:

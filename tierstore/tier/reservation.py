@@ -1,5 +1,6 @@
 """What the tier stack answers: where chunks are, and what was set aside for a transfer."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -26,7 +27,7 @@ class OffloadReservation:
     """Slots for the keys that were neither resident nor arriving nor refused."""
 
     group_idx: int
-    indices: tuple[int, ...]
+    indices: Sequence[int]
     """Positions in the asked keys, ascending."""
     keys: tuple[OffloadKey, ...]
     slots: IntArray

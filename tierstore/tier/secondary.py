@@ -24,6 +24,8 @@ from tierstore.tier.catalog_messages import (
     TouchKeys,
 )
 from tierstore.tier.catalog_writer import CatalogWriter
+from tierstore.tier.lookup import Lookups
+from tierstore.tier.reservation import ChunkState
 from tierstore.transfer import Place
 
 __all__ = ["SecondaryTier"]
@@ -36,8 +38,8 @@ _CLOSE_SECONDS = 30.0
 class SecondaryTier:
     """Which keys have a record, where, and in which order they leave.
 
-    Reads (`locate`) are one LMDB read transaction in the calling thread. Everything that writes is
-    queued and done by one writer thread per process in batched transactions; its answers are
+    Reads (`locate`) are one LMDB read transaction in the calling thread; an engine's step, which
+    must not wait, asks for the `states` of many keys instead. Everything that writes is queued and done by one writer thread per process in batched transactions; its answers are
     collected by `poll`. Several processes may open the same path: they share the catalog, each
     appends to segments of its own, and the capacity holds for all of them together.
     """
@@ -49,6 +51,7 @@ class SecondaryTier:
         self._pins: Counter[OffloadKey] = Counter()
         self._writer = CatalogWriter(catalog, self._pins, MonotonicClock())
         self._mailbox: Mailbox[Operation] = Mailbox(f"catalog-{name}", self._writer.handle)
+        self._lookups = Lookups(self._look_up, name)
         self._forget_count = 0
         self._is_closed = False
         self._is_failing = False
@@ -69,12 +72,29 @@ class SecondaryTier:
         tier = cls(catalog, manifest, f"{tier_idx}-{config.name}")
         tier._writer.recover()
         tier._mailbox.open()
+        tier._lookups.open()
         return tier
 
     def locate(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
         """Return the place of each recorded key; one read transaction, about 1.5 us per key."""
         if self._forget_count != self._writer.forgotten_count:
             return [None] * len(keys)
+        return self._lookups.places(keys)
+
+    def states(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
+        """Say of each key whether it is recorded, absent, or (arriving) still being looked up.
+
+        Costs a step a few lookups at most: a thread does the others until the question is repeated.
+        """
+        if self._forget_count != self._writer.forgotten_count:
+            return [ChunkState.ABSENT] * len(keys)
+        return self._lookups.states(keys)
+
+    def on_recorded(self, keys: Sequence[OffloadKey]) -> None:
+        """Take note that a commit of these keys was carried out."""
+        self._lookups.forget(keys)
+
+    def _look_up(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
         try:
             return self._catalog.locate(keys)
         except BackendError as error:
@@ -102,6 +122,7 @@ class SecondaryTier:
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
         """Forget records (corrupt, or absent in the file) and free their places."""
+        self._lookups.forget(keys)
         self._mailbox.put(RemoveKeys(tuple(keys)))
 
     def forget_namespace(self) -> None:
@@ -110,6 +131,7 @@ class SecondaryTier:
         Requests that wait are refused; what is being written now will not be published.
         """
         self._forget_count += 1
+        self._lookups.reset()
         self._mailbox.put(ForgetNamespace(self._namespace))
 
     def pin(self, keys: Sequence[OffloadKey]) -> None:
@@ -130,6 +152,7 @@ class SecondaryTier:
 
     def poll(self) -> list[SecondaryEvent]:
         """Return the events since the last call; never blocks."""
+        self._lookups.end_step()
         events = self._writer.events
         polled = [events.popleft() for _ in range(len(events))]
         if not polled and self._writer.waiting and self._mailbox.wait_idle(0):
@@ -159,8 +182,8 @@ class SecondaryTier:
         if self._is_closed:
             return
         self._is_closed = True
-        if not self._mailbox.close(_CLOSE_SECONDS):
-            _logger.error("catalog writer hangs: tier=%s; its device does not answer", self._name)
+        if not (self._lookups.close(_CLOSE_SECONDS) and self._mailbox.close(_CLOSE_SECONDS)):
+            _logger.error("catalog thread hangs: tier=%s; its device does not answer", self._name)
             return
         try:
             self._catalog.sync()

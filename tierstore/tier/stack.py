@@ -17,6 +17,7 @@ from tierstore.layout import GroupKind, GroupSpec
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters, Metric
 from tierstore.tier.cascade import Cascade
+from tierstore.tier.lookup import ASKED_AT_ONCE_MAX
 from tierstore.tier.primary import PrimaryTier
 from tierstore.tier.promotion import Promotions
 from tierstore.tier.reservation import ChunkState, LoadReservation, OffloadReservation
@@ -140,15 +141,7 @@ class TierStack:
 
         About 0.1 us per resident key, 1.5 us per key and secondary tier that has to be asked.
         """
-        slots = self._locate(keys)
-        if None not in slots:
-            return [ChunkState.RESIDENT] * len(keys)
-        states = [
-            ChunkState.RESIDENT
-            if slot is not None
-            else (ChunkState.ARRIVING if self._is_busy(key) else ChunkState.ABSENT)
-            for key, slot in zip(keys, slots, strict=True)
-        ]
+        states = self._local_states(keys)
         for secondary in self._secondaries:
             missing = [i for i, state in enumerate(states) if state is ChunkState.ABSENT]
             if not missing:
@@ -158,6 +151,52 @@ class TierStack:
                 if place is not None:
                     states[i] = ChunkState.RECORDED
         return states
+
+    def locate_in_step(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
+        """Say where each chunk is, as far as that can be found out at once.
+
+        As `locate`, but of many chunks that are not in the primary tier, those that a catalog was
+        not asked about yet are *arriving*: ask again in the next step.
+        """
+        states = self._local_states(keys)
+        self._ask_tiers(keys, states, _absent(states))
+        return states
+
+    def locate_run(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
+        """Say where the chunks of a prefix are, head first, as `locate_in_step` does.
+
+        Right up to the first absent one; those behind it may be said to be absent too.
+        """
+        states = self._local_states(keys)
+        missing = _absent(states)
+        # Most prefixes that are not resident are not recorded either: no thread is asked for them.
+        for asked in (missing[:ASKED_AT_ONCE_MAX], missing[ASKED_AT_ONCE_MAX:]):
+            self._ask_tiers(keys, states, asked)
+            if any(states[i] is ChunkState.ABSENT for i in asked):
+                break
+        return states
+
+    def _ask_tiers(
+        self, keys: Sequence[OffloadKey], states: list[ChunkState], missing: Sequence[int]
+    ) -> None:
+        for secondary in self._secondaries:
+            if not missing:
+                return
+            found = secondary.states([keys[i] for i in missing])
+            for i, state in zip(missing, found, strict=True):
+                states[i] = state
+            missing = [i for i in missing if states[i] is ChunkState.ABSENT]
+
+    def _local_states(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
+        slots = self._locate(keys)
+        if None not in slots:
+            return [ChunkState.RESIDENT] * len(keys)
+        return [
+            ChunkState.RESIDENT
+            if slot is not None
+            else (ChunkState.ARRIVING if self._is_busy(key) else ChunkState.ABSENT)
+            for key, slot in zip(keys, slots, strict=True)
+        ]
 
     def match_prefix(self, keys: Sequence[OffloadKey]) -> int:
         """Return how many leading chunks can be loaded now (resident or recorded)."""
@@ -185,24 +224,31 @@ class TierStack:
         and counted; chunks that are resident already are touched.
         """
         slots = self._locate(keys)
-        wanted: dict[OffloadKey, int] = {}
-        for i, (key, slot) in enumerate(zip(keys, slots, strict=True)):
-            if slot is None and not self._is_busy(key):
-                wanted.setdefault(key, i)
-        if len(wanted) < len(keys):
+        chosen = list(dict.fromkeys(keys))
+        if (
+            len(chosen) == len(keys)
+            and slots.count(None) == len(keys)
+            and self._primary.arriving.keys().isdisjoint(keys)
+            and self._doomed.isdisjoint(keys)
+        ):
+            indices: Sequence[int] = range(len(keys))
+        else:
+            wanted: dict[OffloadKey, int] = {}
+            for i, (key, slot) in enumerate(zip(keys, slots, strict=True)):
+                if slot is None and not self._is_busy(key):
+                    wanted.setdefault(key, i)
             self.touch(keys)
-        chosen = list(wanted)
+            chosen, indices = list(wanted), list(wanted.values())
         reserved = self._reserve(group_idx, chosen)
         while reserved is None and chosen:
             chosen = chosen[: len(chosen) // 2]
             reserved = self._reserve(group_idx, chosen)
         self._counters.add(
-            Metric.REFUSED_OFFLOADS, len(wanted) - len(chosen), label="primary_pinned"
+            Metric.REFUSED_OFFLOADS, len(indices) - len(chosen), label="primary_pinned"
         )
-        indices = tuple(wanted[key] for key in chosen)
         return OffloadReservation(
             group_idx,
-            indices,
+            indices[: len(chosen)],
             tuple(chosen),
             np.empty(0, np.int64) if reserved is None else reserved,
         )
@@ -233,6 +279,11 @@ class TierStack:
         """
         job_id = self.new_job_id()
         located = [self._locate(keys) for _, keys in groups]
+        if not any(None in slots for slots in located):
+            pinned = tuple(key for _, keys in groups for key in keys)
+            self._primary.pin(pinned)
+            resident = tuple(np.array(slots, np.int64) for slots in located)
+            return LoadReservation(job_id, resident, (), pinned)
         pinned = tuple(
             key
             for (_, keys), slots in zip(groups, located, strict=True)
@@ -281,10 +332,15 @@ class TierStack:
         their slots; a second answer of the same job, given to `complete`, settles them.
         """
         self._promotions.finish(reservation, done)
-        self._primary.unpin(reservation.pinned)
-        self._bury()
         self._counters.add(Metric.HIT_CHUNKS, len(reservation.pinned), label=PRIMARY_NAME)
-        self.touch(reservation.pinned)
+        if self._doomed:
+            self._primary.unpin(reservation.pinned)
+            self._bury()
+            self.touch(reservation.pinned)
+        elif reservation.pinned:
+            # Still pinned, hence resident.
+            self._touch_resident(reservation.pinned)
+            self._primary.unpin(reservation.pinned)
 
     def commands(self) -> list[Command]:
         """Return the demotes and releases that became possible since the last call."""
@@ -389,3 +445,7 @@ class TierStack:
             cascade.on_touched(keys)
         for secondary in self._secondaries:
             secondary.touch(tail_first)
+
+
+def _absent(states: Sequence[ChunkState]) -> list[int]:
+    return [i for i, state in enumerate(states) if state is ChunkState.ABSENT]

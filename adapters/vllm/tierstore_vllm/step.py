@@ -54,14 +54,20 @@ class StepReader:
 
     def _progress(self, output: "SchedulerOutput", admitted: Collection[str]) -> list[Progress]:
         found: list[Progress] = []
+        find, completes_chunk = self.requests.get, self.completes_chunk
         for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
-            request = self.requests.get(request_id)
+            request = find(request_id)
             if request is None:
                 continue
             computed_tokens = request.num_computed_tokens
+            ready_tokens = computed_tokens + scheduled_tokens
+            is_admitted = request_id in admitted
+            # Most running requests end here, in every step: no further work for them.
+            if not is_admitted and not completes_chunk(request_id, ready_tokens):
+                continue
             # Speculative tokens count as computed, but only known tokens are settled.
-            ready_tokens = min(computed_tokens + scheduled_tokens, self._settled_tokens(request))
-            if request_id in admitted or self.completes_chunk(request_id, ready_tokens):
+            ready_tokens = min(ready_tokens, self._settled_tokens(request))
+            if is_admitted or completes_chunk(request_id, ready_tokens):
                 found.append(Progress(request_id, computed_tokens, ready_tokens))
         return found
 
