@@ -39,9 +39,10 @@ class SecondaryTier:
     """Which keys have a record, where, and in which order they leave.
 
     Reads (`locate`) are one LMDB read transaction in the calling thread; an engine's step, which
-    must not wait, asks for the `states` of many keys instead. Everything that writes is queued and done by one writer thread per process in batched transactions; its answers are
-    collected by `poll`. Several processes may open the same path: they share the catalog, each
-    appends to segments of its own, and the capacity holds for all of them together.
+    must not wait, asks for the `states` of many keys instead. Everything that writes is queued and
+    done by one writer thread per process in batched transactions; its answers are collected by
+    `poll`. Several processes may open the same path: they share the catalog, each appends to
+    segments of its own, and the capacity holds for all of them together.
     """
 
     def __init__(self, catalog: Catalog, manifest: Manifest, name: str) -> None:

@@ -17,7 +17,7 @@ from tierstore.layout import GroupKind, GroupSpec
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters, Metric
 from tierstore.tier.cascade import Cascade
-from tierstore.tier.lookup import ASKED_AT_ONCE_MAX
+from tierstore.tier.locator import Locator
 from tierstore.tier.primary import PrimaryTier
 from tierstore.tier.promotion import Promotions
 from tierstore.tier.reservation import ChunkState, LoadReservation, OffloadReservation
@@ -58,6 +58,7 @@ class TierStack:
         self._job_ids = itertools.count(1)
         # Chunks that were in flight when the tiers were reset: their bytes must not be found.
         self._doomed: set[OffloadKey] = set()
+        self._locator = Locator(primary, secondaries, self._doomed)
         self._promotions = Promotions(
             groups=groups,
             primary=primary,
@@ -137,82 +138,24 @@ class TierStack:
         return JobId(next(self._job_ids))
 
     def locate(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
-        """Say where each chunk is; changes nothing, touches nothing.
-
-        About 0.1 us per resident key, 1.5 us per key and secondary tier that has to be asked.
-        """
-        states = self._local_states(keys)
-        for secondary in self._secondaries:
-            missing = [i for i, state in enumerate(states) if state is ChunkState.ABSENT]
-            if not missing:
-                break
-            places = secondary.locate([keys[i] for i in missing])
-            for i, place in zip(missing, places, strict=True):
-                if place is not None:
-                    states[i] = ChunkState.RECORDED
-        return states
+        """Say where each chunk is; changes nothing, touches nothing (`Locator.locate`)."""
+        return self._locator.locate(keys)
 
     def locate_in_step(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
-        """Say where each chunk is, as far as that can be found out at once.
-
-        As `locate`, but of many chunks that are not in the primary tier, those that a catalog was
-        not asked about yet are *arriving*: ask again in the next step.
-        """
-        states = self._local_states(keys)
-        self._ask_tiers(keys, states, _absent(states))
-        return states
+        """Say where each chunk is, as far as that is known at once (`Locator.locate_in_step`)."""
+        return self._locator.locate_in_step(keys)
 
     def locate_run(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
-        """Say where the chunks of a prefix are, head first, as `locate_in_step` does.
-
-        Right up to the first absent one; those behind it may be said to be absent too.
-        """
-        states = self._local_states(keys)
-        missing = _absent(states)
-        # Most prefixes that are not resident are not recorded either: no thread is asked for them.
-        for asked in (missing[:ASKED_AT_ONCE_MAX], missing[ASKED_AT_ONCE_MAX:]):
-            self._ask_tiers(keys, states, asked)
-            if any(states[i] is ChunkState.ABSENT for i in asked):
-                break
-        return states
-
-    def _ask_tiers(
-        self, keys: Sequence[OffloadKey], states: list[ChunkState], missing: Sequence[int]
-    ) -> None:
-        for secondary in self._secondaries:
-            if not missing:
-                return
-            found = secondary.states([keys[i] for i in missing])
-            for i, state in zip(missing, found, strict=True):
-                states[i] = state
-            missing = [i for i in missing if states[i] is ChunkState.ABSENT]
-
-    def _local_states(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
-        slots = self._locate(keys)
-        if None not in slots:
-            return [ChunkState.RESIDENT] * len(keys)
-        return [
-            ChunkState.RESIDENT
-            if slot is not None
-            else (ChunkState.ARRIVING if self._is_busy(key) else ChunkState.ABSENT)
-            for key, slot in zip(keys, slots, strict=True)
-        ]
+        """Say where the chunks of a prefix are up to its first gap (`Locator.locate_run`)."""
+        return self._locator.locate_run(keys)
 
     def match_prefix(self, keys: Sequence[OffloadKey]) -> int:
         """Return how many leading chunks can be loaded now (resident or recorded)."""
-        slots = self._locate(keys)
-        if None not in slots:
-            return len(keys)
-        head = slots.index(None)
-        states = self.locate(keys[head:])
-        for i, state in enumerate(states):
-            if state < ChunkState.RECORDED:
-                return head + i
-        return len(keys)
+        return self._locator.match_prefix(keys)
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Record a use of resident chunks of one prefix, given head first; others are ignored."""
-        slots = self._locate(keys)
+        slots = self._locator.slots(keys)
         resident = [key for key, slot in zip(keys, slots, strict=True) if slot is not None]
         if resident:
             self._touch_resident(resident)
@@ -223,19 +166,18 @@ class TierStack:
         Chunks of one prefix come head first. What finds no room (pins) is left out from the tail
         and counted; chunks that are resident already are touched.
         """
-        slots = self._locate(keys)
+        slots = self._locator.slots(keys)
         chosen = list(dict.fromkeys(keys))
         if (
             len(chosen) == len(keys)
             and slots.count(None) == len(keys)
-            and self._primary.arriving.keys().isdisjoint(keys)
-            and self._doomed.isdisjoint(keys)
+            and not self._locator.is_any_busy(keys)
         ):
             indices: Sequence[int] = range(len(keys))
         else:
             wanted: dict[OffloadKey, int] = {}
             for i, (key, slot) in enumerate(zip(keys, slots, strict=True)):
-                if slot is None and not self._is_busy(key):
+                if slot is None and not self._locator.is_busy(key):
                     wanted.setdefault(key, i)
             self.touch(keys)
             chosen, indices = list(wanted), list(wanted.values())
@@ -278,7 +220,7 @@ class TierStack:
         leave no room; nothing was changed then, but for evictions.
         """
         job_id = self.new_job_id()
-        located = [self._locate(keys) for _, keys in groups]
+        located = [self._locator.slots(keys) for _, keys in groups]
         if not any(None in slots for slots in located):
             pinned = tuple(key for _, keys in groups for key in keys)
             self._primary.pin(pinned)
@@ -293,7 +235,7 @@ class TierStack:
         found: list[Promote] = []
         for (group_idx, keys), slots in zip(groups, located, strict=True):
             missing = [key for key, slot in zip(keys, slots, strict=True) if slot is None]
-            if any(self._is_busy(key) for key in missing):
+            if self._locator.is_any_busy(missing):
                 return None
             promotes = self._promotions.find(job_id, group_idx, missing)
             if promotes is None:
@@ -420,17 +362,6 @@ class TierStack:
         self.demote_victims(group_idx, _DEMOTE_AHEAD * len(keys))
         return reservation.slots[::-1]
 
-    def _locate(self, keys: Sequence[OffloadKey]) -> list[int | None]:
-        slots = self._primary.locate(keys)
-        if not self._doomed:
-            return slots
-        return [
-            None if key in self._doomed else slot for key, slot in zip(keys, slots, strict=True)
-        ]
-
-    def _is_busy(self, key: OffloadKey) -> bool:
-        return key in self._primary.arriving or key in self._doomed
-
     def _bury(self) -> None:
         """Forget doomed chunks that no transfer holds any more."""
         if self._doomed:
@@ -445,7 +376,3 @@ class TierStack:
             cascade.on_touched(keys)
         for secondary in self._secondaries:
             secondary.touch(tail_first)
-
-
-def _absent(states: Sequence[ChunkState]) -> list[int]:
-    return [i for i, state in enumerate(states) if state is ChunkState.ABSENT]
