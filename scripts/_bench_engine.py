@@ -285,7 +285,6 @@ class Engine:
             for _ in range(self._random.randint(1, BLOCK_TOKENS)):
                 request.append_output_token_ids(1)
             request.num_computed_tokens = request.num_tokens - 1
-            self._allocate(request, request.num_computed_tokens)
             self._running.append(request)
 
     def _new_request(self) -> Request:

@@ -179,7 +179,7 @@ def test_a_draft_chunk_is_offloaded_once_the_token_behind_it_is_settled(kind):
     planner.add_request("r", [bytes([i]) * 8 for i in range(3)])
 
     def offloaded(computed, ready):
-        if not planner.completes_chunk("r", ready):
+        if not planner.completing(["r"], [ready]):
             return []
         step = EngineStep(progress=[Progress("r", computed, ready)])
         commands = planner.plan_step(step).plan.commands

@@ -159,10 +159,16 @@ class OffloadPlanner:
             target.hit_tokens - target.local_tokens - secondary_tokens, secondary_tokens
         )
 
-    def completes_chunk(self, request_id: str, ready_tokens: int) -> bool:
-        """Say whether a request with so many ready tokens belongs into `EngineStep.progress`."""
-        state = self._requests.get(request_id)
-        return state is not None and ready_tokens >= state.next_ready_tokens
+    def completing(self, request_ids: Sequence[str], ready_tokens: Sequence[int]) -> list[int]:
+        """Say which requests, by position, belong into `EngineStep.progress` if so far ready."""
+        find = self._requests.get
+        return [
+            i
+            for i, (state, ready) in enumerate(
+                zip(map(find, request_ids), ready_tokens, strict=True)
+            )
+            if state is not None and ready >= state.next_ready_tokens
+        ]
 
     def plan_step(self, step: EngineStep) -> PlannedStep:
         """Take what the engine scheduled; return the transfers around this step.

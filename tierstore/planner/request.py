@@ -83,10 +83,8 @@ class RequestOffloadState:
         if self.is_outdated:
             self.next_ready_tokens = _NEVER
             return
-        self.next_ready_tokens = min(
-            (
-                (group.next_chunk + 1) * group.config.tokens_per_chunk + group.config.is_draft
-                for group in self.groups.values()
-            ),
-            default=_NEVER,
-        )
+        self.next_ready_tokens = _NEVER
+        for group in self.groups.values():
+            config = group.config
+            ready_tokens = (group.next_chunk + 1) * config.tokens_per_chunk + config.is_draft
+            self.next_ready_tokens = min(self.next_ready_tokens, ready_tokens)
