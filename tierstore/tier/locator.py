@@ -1,6 +1,6 @@
 """Where chunks are: the primary tier's index and the catalogs as one place to ask."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from collections.abc import Set as AbstractSet
 
 from tierstore.key import OffloadKey
@@ -39,7 +39,7 @@ class Locator:
         """Say whether a transfer holds a chunk that is not resident."""
         return key in self._primary.arriving or key in self._doomed
 
-    def is_any_busy(self, keys: Sequence[OffloadKey]) -> bool:
+    def is_any_busy(self, keys: Collection[OffloadKey]) -> bool:
         """Say whether `is_busy` holds for any of the keys."""
         return not (
             self._primary.arriving.keys().isdisjoint(keys) and self._doomed.isdisjoint(keys)

@@ -1,6 +1,5 @@
 """What the tier stack answers: where chunks are, and what was set aside for a transfer."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -27,7 +26,7 @@ class OffloadReservation:
     """Slots for the keys that were neither resident nor arriving nor refused."""
 
     group_idx: int
-    indices: Sequence[int]
+    indices: tuple[int, ...]
     """Positions in the asked keys, ascending."""
     keys: tuple[OffloadKey, ...]
     slots: IntArray

@@ -167,20 +167,19 @@ class TierStack:
         and counted; chunks that are resident already are touched.
         """
         slots = self._locator.slots(keys)
-        chosen = list(dict.fromkeys(keys))
-        if (
-            len(chosen) == len(keys)
-            and slots.count(None) == len(keys)
-            and not self._locator.is_any_busy(keys)
-        ):
-            indices: Sequence[int] = range(len(keys))
-        else:
-            wanted: dict[OffloadKey, int] = {}
-            for i, (key, slot) in enumerate(zip(keys, slots, strict=True)):
-                if slot is None and not self._locator.is_busy(key):
-                    wanted.setdefault(key, i)
-            self.touch(keys)
-            chosen, indices = list(wanted), list(wanted.values())
+        absent = [i for i, slot in enumerate(slots) if slot is None]
+        if len(absent) < len(keys):
+            self._touch_resident(
+                [key for key, slot in zip(keys, slots, strict=True) if slot is not None]
+            )
+        wanted = {keys[i]: i for i in absent}
+        if len(wanted) < len(absent):  # a key came twice: its first place counts
+            wanted = {}
+            for i in absent:
+                wanted.setdefault(keys[i], i)
+        if self._locator.is_any_busy(wanted):
+            wanted = {key: i for key, i in wanted.items() if not self._locator.is_busy(key)}
+        chosen, indices = list(wanted), tuple(wanted.values())
         reserved = self._reserve(group_idx, chosen)
         while reserved is None and chosen:
             chosen = chosen[: len(chosen) // 2]
