@@ -2,6 +2,7 @@
 
 import os
 import random
+import resource
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -52,6 +53,8 @@ class StepTimes:
     """What of it the calling thread computed; the rest it waited for the interpreter or a core."""
     gc_seconds: list[float] = field(default_factory=list)
     """What of it the garbage collector took."""
+    wait_counts: list[int] = field(default_factory=list)
+    """How often the calling thread had to wait: for the interpreter, or a lock."""
     chunks: list[int] = field(default_factory=list)
     """Chunks offered by the step's requests: completed or looked up."""
     hooks: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -65,6 +68,7 @@ class _Clock:
         self._times = times
         self._gc_pauses = gc_pauses
         self.seconds = self.cpu_seconds = self.gc_seconds = 0.0
+        self.wait_count = 0
 
     def time(
         self,
@@ -74,11 +78,13 @@ class _Clock:
     ) -> Answer:
         """Call a hook."""
         pauses = len(self._gc_pauses)
+        waits = _wait_count()
         cpu = time.thread_time()
         start = time.perf_counter()
         answer = hook(*args, **kwargs)
         seconds = time.perf_counter() - start
         self.cpu_seconds += time.thread_time() - cpu
+        self.wait_count += _wait_count() - waits
         self.seconds += seconds
         self.gc_seconds += sum(self._gc_pauses[pauses:])
         self._times.hooks[hook.__name__].append(seconds)
@@ -89,6 +95,7 @@ class _Clock:
         self._times.seconds.append(self.seconds)
         self._times.cpu_seconds.append(self.cpu_seconds)
         self._times.gc_seconds.append(self.gc_seconds)
+        self._times.wait_counts.append(self.wait_count)
         self._times.chunks.append(chunk_count)
 
 
@@ -303,6 +310,10 @@ class Engine:
         )
         request.block_hashes[:] = [text[i : i + 32] for i in range(0, len(text), 32)]
         return request
+
+
+def _wait_count() -> int:
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
 def _hash_blocks(request: Request) -> list[bytes]:

@@ -149,6 +149,7 @@ class OffloadPlanner:
             self._counters.add(Metric.FAILED_LOADS, label="gone")
             return None
         state.load_job = plan.command.job_id
+        state.loaded_tokens = 0 if target.local_tokens else target.hit_tokens
         state.has_kv = True
         self._in_flight.loads[plan.command.job_id] = LoadJob(plan.reservation, request_id)
         self._loads.append(plan.command)
@@ -228,6 +229,7 @@ class OffloadPlanner:
         state = self._requests.get(load.request_id)
         if state is not None and state.load_job == done.job_id:
             state.load_job = None
+            state.loaded_tokens = 0 if is_lost else state.loaded_tokens
             # The engine asks again at once; with the same answer it would fail for ever.
             state.is_suppressed |= is_lost
 

@@ -78,8 +78,9 @@ class Locator:
         """
         states = self._local_states(keys)
         missing = _absent(states)
-        # Most prefixes that are not resident are not recorded either: no thread is asked for them.
-        for asked in (missing[:ASKED_AT_ONCE_MAX], missing[ASKED_AT_ONCE_MAX:]):
+        # The first one says nearly always that nothing is recorded, and few more do not need the
+        # thread: an answer in the next step is for those who have much to read.
+        for asked in (missing[:1], missing[1:ASKED_AT_ONCE_MAX], missing[ASKED_AT_ONCE_MAX:]):
             self._ask_tiers(keys, states, asked)
             if any(states[i] is ChunkState.ABSENT for i in asked):
                 break
