@@ -91,7 +91,8 @@ def _full_run(
             asked += absent
             break
         asked += len(states)
-        batch *= 2
+        # From the first chunk on that is not resident, the tiers are asked for all the rest.
+        batch = 2 * batch if states.count(ChunkState.RESIDENT) == len(states) else len(hashes)
     ready = asked if ready < 0 else ready
     first -= config.is_draft
     return (first + ready) * tokens_per_chunk, (first + asked) * tokens_per_chunk

@@ -41,8 +41,10 @@ class Locator:
 
     def is_any_busy(self, keys: Collection[OffloadKey]) -> bool:
         """Say whether `is_busy` holds for any of the keys."""
-        return not (
-            self._primary.arriving.keys().isdisjoint(keys) and self._doomed.isdisjoint(keys)
+        arriving, doomed = self._primary.arriving, self._doomed
+        return bool(
+            (arriving and not arriving.keys().isdisjoint(keys))
+            or (doomed and not doomed.isdisjoint(keys))
         )
 
     def locate(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
@@ -74,17 +76,26 @@ class Locator:
     def locate_run(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
         """Say where the chunks of a prefix are, head first, as `locate_in_step` does.
 
-        Right up to the first absent one; those behind it may be said to be absent too.
+        Up to the first absent one at least; what is behind it may be left out or said absent.
         """
-        states = self._local_states(keys)
-        missing = _absent(states)
-        # The first one says nearly always that nothing is recorded, and few more do not need the
-        # thread: an answer in the next step is for those who have much to read.
-        for asked in (missing[:1], missing[1:ASKED_AT_ONCE_MAX], missing[ASKED_AT_ONCE_MAX:]):
-            self._ask_tiers(keys, states, asked)
-            if any(states[i] is ChunkState.ABSENT for i in asked):
+        slots = self.slots(keys)
+        if None not in slots:
+            return [ChunkState.RESIDENT] * len(keys)
+        head = slots.index(None)
+        states = [ChunkState.RESIDENT] * head
+        # The first one says nearly always that nothing is recorded.
+        first = self.locate_in_step(keys[head : head + 1])
+        if first == [ChunkState.ABSENT]:
+            return states + first
+        rest = keys[head:]
+        found = self._local_states(rest)
+        missing = _absent(found)
+        # A few more do not need the thread: to wait for a step is for those with much to read.
+        for asked in (missing[:ASKED_AT_ONCE_MAX], missing[ASKED_AT_ONCE_MAX:]):
+            self._ask_tiers(rest, found, asked)
+            if any(found[i] is ChunkState.ABSENT for i in asked):
                 break
-        return states
+        return states + found
 
     def match_prefix(self, keys: Sequence[OffloadKey]) -> int:
         """Return how many leading chunks can be loaded now (resident or recorded)."""
