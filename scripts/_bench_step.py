@@ -10,11 +10,12 @@ between, and some of them into the next step.
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
-from _bench_engine import BLOCK_TOKENS, PROMPT_BLOCKS, Engine, Scenario, StepTimes
+from _bench_engine import BLOCK_TOKENS, PROMPT_BLOCKS, PROMPT_TOKENS, Engine, Scenario, StepTimes
 
 from tierstore.config import PrimaryConfig, SecondaryConfig, StoreConfig
 from tierstore.executor import TransferExecutor
@@ -24,37 +25,38 @@ from tierstore.metrics import Counters
 from tierstore_vllm.layout import EngineShape
 from tierstore_vllm.scheduler import SchedulerHalf
 
-__all__ = ["measure_steps"]
+__all__ = ["SCENARIOS", "Tiers", "measure_steps"]
+
+Tiers = Literal["memory", "disk", "disk+worker"]
+"""`disk`: the worker is another process, which answers after a step. `disk+worker`: it shares the
+process, as vLLM's only worker does, and its threads write and read records of a page each."""
+
+SCENARIOS = (
+    Scenario("no prompt", 0, PROMPT_TOKENS),
+    Scenario("a prompt every 16 steps", 16, PROMPT_TOKENS),
+    Scenario("a prompt every 4 steps", 4, PROMPT_TOKENS),
+    Scenario("a prompt every 4 steps, 2048 tokens a step", 4, 2048),
+    Scenario("a prompt every step", 1, PROMPT_TOKENS),
+)
 
 STEP_SECONDS = 0.02
 RESIDENT_CHUNKS = 150_000
 RECORD_COUNT = 300_000
 
 
-def measure_steps(
-    directory: Path,
-    scenarios: Sequence[Scenario],
-    step_count: int,
-    *,
-    with_disk: bool,
-    with_worker: bool = False,
-) -> dict[str, StepTimes]:
-    """Run a full engine for so many steps of each scenario; `directory` is for the disk tier.
-
-    `with_worker`: the worker shares the process, as vLLM's only worker does, and writes and reads
-    records of a page each.
-    """
+def measure_steps(directory: Path, step_count: int, tiers: Tiers) -> dict[str, StepTimes]:
+    """Run a full engine for so many steps of each scenario; `directory` is for the disk tier."""
     manifest = _manifest()
     disk = SecondaryConfig(
         name="disk", backend="file", path=directory, capacity_bytes=RECORD_COUNT * 2 * PAGE_BYTES
     )
     config = StoreConfig(
         primary=PrimaryConfig(capacity_bytes=RESIDENT_CHUNKS * PAGE_BYTES),
-        secondary=(disk,) if with_disk else (),
+        secondary=() if tiers == "memory" else (disk,),
     )
     shape = EngineShape(hash_block_tokens=BLOCK_TOKENS, alignment_tokens=BLOCK_TOKENS, rank_count=1)
     executor = None
-    if with_worker:
+    if tiers == "disk+worker":
         executor = TransferExecutor.open(
             config, manifest, rank=0, rank_count=1, caches=None, counters=Counters()
         )
@@ -63,11 +65,12 @@ def measure_steps(
     try:
         engine = Engine(half, executor)
         with _watched_gc() as pauses:
-            engine.fill((RECORD_COUNT if with_disk else RESIDENT_CHUNKS) // PROMPT_BLOCKS, pauses)
+            chunk_count = RESIDENT_CHUNKS if tiers == "memory" else RECORD_COUNT
+            engine.fill(chunk_count // PROMPT_BLOCKS, pauses)
             # As vLLM does when it is up: what lives from now on is not looked at by every pass.
             gc.collect()
             gc.freeze()
-            for scenario in scenarios:
+            for scenario in SCENARIOS:
                 times = results[scenario.name] = StepTimes()
                 for _ in range(step_count):
                     start = time.perf_counter()
