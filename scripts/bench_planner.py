@@ -66,6 +66,7 @@ def bench_catalog(record_count: int, sizes: list[int], directory: Path) -> dict[
         result = measure_catalog(Path(name), record_count, sizes, RUN_COUNT)
     print(f"\ncatalog, {record_count} records")
     print(f"  open and first lookup {summary(result['open_and_first_lookup_ms'])} ms")
+    print(f"  after a kill {summary(result['open_and_first_lookup_after_kill_ms'])} ms")
     print(
         f"  {result['catalog_bytes_per_record']:.0f} bytes on disk and "
         f"{result['python_bytes_per_record']:.2f} bytes of Python objects per record"

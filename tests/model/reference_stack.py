@@ -101,7 +101,8 @@ class ReferenceStack(TierStack):
                     )
                 )
         slots = tuple(np.array([self.slots[k] for k in keys], np.int64) for _, keys in groups)
-        return LoadReservation(job_id, slots, tuple(promotes), tuple(pinned))
+        asked = tuple(tuple(keys) for _, keys in groups)
+        return LoadReservation(job_id, asked, slots, tuple(promotes), tuple(pinned))
 
     def finish_load(self, reservation, done):
         for key in reservation.pinned:

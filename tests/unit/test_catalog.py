@@ -401,13 +401,12 @@ def test_a_model_that_starts_cold_on_a_path_with_its_chunks_is_told_why(tmp_path
 
 def test_another_manifest_under_the_same_namespace_is_refused(tmp_path):
     harness = Harness(tmp_path)
-    with harness.catalog._env.write() as txn:
-        txn.put(
-            harness.manifest.namespace, b'{"model":"x"}', db=harness.catalog._databases.namespaces
-        )
+    config, namespace = harness.catalog._config, harness.manifest.namespace
     harness.catalog.close()
+    forged = Manifest.simple("forged", harness.chunk)
+    vars(forged)["namespace"] = namespace
     with pytest.raises(ManifestError, match="model"):
-        Harness(tmp_path)
+        Catalog.open(config, forged, rank_count=1)
 
 
 def test_a_path_of_another_backend_is_refused(tmp_path):

@@ -48,7 +48,15 @@ def _schema(pattern: str, example: str) -> WithJsonSchema:
 
 
 def _path_text(raw: object) -> object:
-    return os.fspath(raw) if isinstance(raw, os.PathLike) else raw
+    text = os.fspath(raw) if isinstance(raw, os.PathLike) else raw
+    if isinstance(text, str):
+        if "\0" in text:
+            raise ValueError(f"a path has no zero bytes, got {text!r}")
+        try:
+            Path(text).expanduser()
+        except RuntimeError as error:
+            raise ValueError(f"{text!r} names an unknown home; give a whole path") from error
+    return text
 
 
 Size = Annotated[int, BeforeValidator(parse_size), _schema(SIZE_PATTERN, "20GiB")]

@@ -27,7 +27,8 @@ def parse_yaml(text: str) -> object:
         mark = error.problem_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         raise ConfigError(f"{where}{error.problem or error}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        # The library lets through what its constructors raise for a value behind a wrong tag.
         raise ConfigError(f"not YAML: {error}") from error
 
 

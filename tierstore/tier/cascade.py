@@ -29,6 +29,10 @@ __all__ = ["Cascade"]
 _RETRY_CALLS_MAX = 1 << 8
 """A release that keeps failing is tried again after at most so many calls of `commands`."""
 
+_TICKET_BYTES = 8 << 20
+"""Longer requests are placed, written and recorded in parts, so that the first write need not wait
+for the catalog to place the last."""
+
 _ONCE_SEEN_MAX = 1 << 16
 """Chunks that left the primary tier after one use and are remembered for `second_touch`."""
 
@@ -239,14 +243,18 @@ class Cascade:
         keys = tuple(keys[:room])
         if not keys:
             return
-        ticket = next(self._tickets)
         self._primary.pin(keys)
         self._queued_bytes += len(keys) * chunk_bytes
         if self._config.cascade != "write_through":
             self._settled.update(keys)
             self._in_flight.update(keys)
-        self._waiting[ticket] = _Waiting(group_idx, keys)
-        self._secondary.request_places(ticket, keys, chunk_bytes)
+        # Tail first, since what is recorded first is evicted first.
+        per_ticket = max(1, _TICKET_BYTES // chunk_bytes)
+        for stop in range(len(keys), 0, -per_ticket):
+            ticket = next(self._tickets)
+            part = keys[max(0, stop - per_ticket) : stop]
+            self._waiting[ticket] = _Waiting(group_idx, part)
+            self._secondary.request_places(ticket, part, chunk_bytes)
 
     def _refuse(self, refused: Refused) -> None:
         if refused.ticket in self._cancelled_tickets:

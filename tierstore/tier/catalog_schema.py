@@ -18,7 +18,7 @@ from typing import ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.errors import CatalogError
+from tierstore.errors import CatalogDamagedError
 from tierstore.lmdb_env import LmdbEnv
 from tierstore.record import PLACE_DTYPE
 
@@ -68,11 +68,11 @@ def decode_records(values: list[bytes]) -> RowArray:
     """Return the values of `records` as one writable array.
 
     Raises:
-        CatalogError: a value does not have the length of a row.
+        CatalogDamagedError: a value does not have the length of a row.
     """
     rows = bytearray().join(values)
     if len(rows) != len(values) * RECORD_DTYPE.itemsize:
-        raise CatalogError("catalog: a record row is damaged; remove the tier's directory")
+        raise CatalogDamagedError("a record row is damaged")
     return np.frombuffer(rows, dtype=RECORD_DTYPE)
 
 
@@ -98,9 +98,8 @@ class _Row:
     @classmethod
     def unpack(cls, value: bytes) -> Self:
         if len(value) != cls._LAYOUT.size:
-            raise CatalogError(
-                f"catalog: a {cls.__name__} has {len(value)} bytes, expected {cls._LAYOUT.size}; "
-                "remove the tier's directory"
+            raise CatalogDamagedError(
+                f"a {cls.__name__} has {len(value)} bytes, expected {cls._LAYOUT.size}"
             )
         return cls(*cls._LAYOUT.unpack(value))
 
@@ -190,15 +189,15 @@ class PendingRow:
         """Return the row.
 
         Raises:
-            CatalogError: the lengths do not fit.
+            CatalogDamagedError: the lengths do not fit.
         """
         if len(value) < cls._HEAD.size:
-            raise CatalogError("catalog: a pending row is damaged; remove the tier's directory")
+            raise CatalogDamagedError("a pending row is damaged")
         owner, extent_count, run_count, empty_count = cls._HEAD.unpack_from(value)
         runs_at = cls._HEAD.size + extent_count * EXTENT_DTYPE.itemsize
         empty_at = runs_at + run_count * RUN_DTYPE.itemsize
         if len(value) != empty_at + 4 * empty_count:
-            raise CatalogError("catalog: a pending row is damaged; remove the tier's directory")
+            raise CatalogDamagedError("a pending row is damaged")
         return cls(
             owner,
             np.frombuffer(value, EXTENT_DTYPE, extent_count, cls._HEAD.size),

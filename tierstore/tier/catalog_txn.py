@@ -7,7 +7,7 @@ from itertools import compress
 
 import numpy as np
 
-from tierstore.errors import CatalogError
+from tierstore.errors import CatalogDamagedError
 from tierstore.geometry import SpaceGeometry
 from tierstore.key import NAMESPACE_BYTES, Namespace, OffloadKey
 from tierstore.lmdb_env import Transaction
@@ -163,7 +163,7 @@ class CatalogTxn:
             return 0
         values = list(map(partial(self._txn.pop, db=self._databases.records), keys))
         if None in values:
-            raise CatalogError("catalog: order names a key without a record; remove the tier")
+            raise CatalogDamagedError("order names a key without a record")
         for _ in map(partial(self._txn.delete, db=self._databases.order), sequences):
             pass
         self._free(decode_records(values))  # type: ignore[arg-type]
@@ -245,7 +245,7 @@ class CatalogTxn:
     def _delete_order(self, records: RowArray) -> None:
         delete = partial(self._txn.delete, db=self._databases.order)
         if not all(map(delete, map(wide_key, records["sequence"].tolist()))):
-            raise CatalogError("catalog: a record is missing in the order; remove the tier")
+            raise CatalogDamagedError("a record is missing in the order")
 
     def _free(self, records: RowArray) -> None:
         places = records["place"]

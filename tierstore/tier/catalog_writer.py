@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tierstore.clock import Clock
-from tierstore.errors import BackendError, BackendFullError, CatalogError
+from tierstore.errors import BackendError, BackendFullError, BackendMapFullError, CatalogError
 from tierstore.key import OffloadKey
 from tierstore.tier.catalog import Catalog
 from tierstore.tier.catalog_messages import (
@@ -35,7 +35,7 @@ __all__ = ["CatalogWriter"]
 
 _logger = logging.getLogger(__name__)
 
-_BATCH_KEYS_MAX = 4096
+_BATCH_KEYS_MAX = 512
 _WAITING_MAX = 1024
 _SYNC_SECONDS = 5.0
 _STARVATION_SECONDS = 1.0
@@ -103,7 +103,7 @@ class CatalogWriter:
         try:
             try:
                 has_more = self._transact(batch)
-            except BackendFullError as error:
+            except BackendMapFullError as error:
                 self._log("catalog full, evicting", error)
                 self._relieve()
                 has_more = self._transact(batch)
@@ -137,8 +137,7 @@ class CatalogWriter:
         self.waiting = waiting
         if freed:
             events.append(_freed(freed))
-        self.events.extend(map(Committed, closed))
-        self.events.extend(events)
+        self.events.extend([*map(Committed, closed), *events])
         self._needs_sync = True
         return has_more
 
@@ -242,7 +241,8 @@ class CatalogWriter:
     def _relieve(self) -> None:
         """Evict an eighth of a catalog whose map is full.
 
-        The catalog is kept below the size that failed from now on.
+        The catalog is kept below the size that failed from now on. A full device is no reason:
+        what fills it may go again, and records with it would not make room for the catalog.
         """
         self._catalog.forget_dead_readers()
         evicted_count, wanted_count = 0, 1
@@ -280,7 +280,7 @@ class CatalogWriter:
         try:
             try:
                 self._remove_namespace(operation)
-            except BackendFullError as error:
+            except BackendMapFullError as error:
                 self._log("catalog full, evicting", error)
                 self._catalog.forget_dead_readers()
                 namespace = operation.namespace

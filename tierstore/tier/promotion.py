@@ -58,8 +58,11 @@ class Promotions:
 
     def find(
         self, job_id: JobId, group_idx: int, missing: Sequence[OffloadKey]
-    ) -> list[Promote] | None:
-        """Find every key in some tier, with slots yet to be given; None: one is nowhere."""
+    ) -> tuple[list[Promote], Sequence[OffloadKey]]:
+        """Find keys in the tiers, with slots yet to be given; also return those that are nowhere.
+
+        One read transaction per tier that has to be asked.
+        """
         promotes: list[Promote] = []
         for tier_idx, secondary in enumerate(self._secondaries):
             if not missing:
@@ -83,7 +86,7 @@ class Promotions:
                         slots=np.empty(0, np.int64),
                     )
                 )
-        return None if missing else promotes
+        return promotes, missing
 
     def finish(self, reservation: LoadReservation, done: TransferDone) -> None:
         """Commit what arrived, drop what failed; chunks that are late stay arriving."""

@@ -33,6 +33,8 @@ __all__ = ["SecondaryTier"]
 _logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 30.0
+_TOUCH_SECONDS = 0.1
+_TOUCH_KEYS_MAX = 512
 
 
 class SecondaryTier:
@@ -50,9 +52,12 @@ class SecondaryTier:
         self._namespace = manifest.namespace
         self._name = name
         self._pins: Counter[OffloadKey] = Counter()
-        self._writer = CatalogWriter(catalog, self._pins, MonotonicClock())
+        self._clock = MonotonicClock()
+        self._writer = CatalogWriter(catalog, self._pins, self._clock)
         self._mailbox: Mailbox[Operation] = Mailbox(f"catalog-{name}", self._writer.handle)
         self._lookups = Lookups(self._look_up, name)
+        self._touched: list[OffloadKey] = []
+        self._touched_at = 0.0
         self._forget_count = 0
         self._is_closed = False
         self._is_failing = False
@@ -75,6 +80,11 @@ class SecondaryTier:
         tier._mailbox.open()
         tier._lookups.open()
         return tier
+
+    @property
+    def damage(self) -> str:
+        """Why the catalog was started anew when it was opened; empty: it was not."""
+        return self._catalog.damage
 
     def locate(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
         """Return the place of each recorded key; one read transaction, about 1.5 us per key."""
@@ -111,20 +121,26 @@ class SecondaryTier:
         of victims were given back. Keys that are recorded or being written are left out. A ticket
         with an empty `Placed` needs no `commit`.
         """
-        self._mailbox.put(RequestPlaces(ticket, tuple(keys), payload_bytes))
+        self._put(RequestPlaces(ticket, tuple(keys), payload_bytes))
 
     def commit(self, ticket: int, failed: Collection[int] = ()) -> None:
         """Publish the records of a `Placed`, but for those that could not be written (by index)."""
-        self._mailbox.put(CommitTicket(ticket, frozenset(failed)))
+        self._put(CommitTicket(ticket, frozenset(failed)))
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Record one use of each key, tail first: it becomes the last to be evicted."""
-        self._mailbox.put(TouchKeys(tuple(keys)))
+        """Record one use of each key, tail first: it becomes the last to be evicted.
+
+        Uses wait a moment for others, so that a burst of loads need not share the interpreter with
+        the transactions that record it; whatever could see the order comes after them.
+        """
+        if not self._touched:
+            self._touched_at = self._clock.seconds()
+        self._touched.extend(keys)
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
         """Forget records (corrupt, or absent in the file) and free their places."""
         self._lookups.forget(keys)
-        self._mailbox.put(RemoveKeys(tuple(keys)))
+        self._put(RemoveKeys(tuple(keys)))
 
     def forget_namespace(self) -> None:
         """Make every record of this tier's manifest unreachable at once, and free them in time.
@@ -133,7 +149,7 @@ class SecondaryTier:
         """
         self._forget_count += 1
         self._lookups.reset()
-        self._mailbox.put(ForgetNamespace(self._namespace))
+        self._put(ForgetNamespace(self._namespace))
 
     def pin(self, keys: Sequence[OffloadKey]) -> None:
         """Keep this process from evicting records while they are read (counted)."""
@@ -149,20 +165,28 @@ class SecondaryTier:
 
     def released(self, release_id: int) -> None:
         """Confirm a `Freed`: every rank has given the bytes back; only now they may be reused."""
-        self._mailbox.put(ReleaseDone(release_id))
+        self._put(ReleaseDone(release_id))
 
     def poll(self) -> list[SecondaryEvent]:
         """Return the events since the last call; never blocks."""
         self._lookups.end_step()
+        if self._touched and self._clock.seconds() - self._touched_at > _TOUCH_SECONDS:
+            self._put_touched()
         events = self._writer.events
         polled = [events.popleft() for _ in range(len(events))]
         if not polled and self._writer.waiting and self._mailbox.wait_idle(0):
             # Another process may have given the bytes back that a request waits for.
-            self._mailbox.put(Evict())
+            self._put(Evict())
         return polled
+
+    def has_messages(self) -> bool:
+        """Say whether `poll` has something to return, or will have without being asked."""
+        # In this order: what the writer does leaves events behind before it is idle.
+        return not self._mailbox.wait_idle(0) or bool(self._writer.events)
 
     def wait(self, timeout_seconds: float) -> bool:
         """Wait until the writer has done all that is queued and doable; False: time is up."""
+        self._put_touched()
         return self._mailbox.wait_idle(timeout_seconds)
 
     def stats(self) -> SecondaryStats:
@@ -183,6 +207,7 @@ class SecondaryTier:
         if self._is_closed:
             return
         self._is_closed = True
+        self._put_touched()
         if not (self._lookups.close(_CLOSE_SECONDS) and self._mailbox.close(_CLOSE_SECONDS)):
             _logger.error("catalog thread hangs: tier=%s; its device does not answer", self._name)
             return
@@ -191,3 +216,12 @@ class SecondaryTier:
         except (BackendError, CatalogError) as error:
             _logger.warning("catalog sync failed: tier=%s cause=%s", self._name, error)
         self._catalog.close()
+
+    def _put(self, operation: Operation) -> None:
+        self._put_touched()
+        self._mailbox.put(operation)
+
+    def _put_touched(self) -> None:
+        touched, self._touched = self._touched, []
+        for start in range(0, len(touched), _TOUCH_KEYS_MAX):
+            self._mailbox.put(TouchKeys(tuple(touched[start : start + _TOUCH_KEYS_MAX])))

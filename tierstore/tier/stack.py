@@ -96,6 +96,8 @@ class TierStack:
                 secondaries.append(
                     SecondaryTier.open(tier, manifest, tier_idx=tier_idx, rank_count=rank_count)
                 )
+                if secondaries[-1].damage:
+                    counters.add(Metric.DISCARDED_CATALOGS, label=tier.name)
         except BaseException:
             for secondary in secondaries:
                 secondary.close()
@@ -211,60 +213,62 @@ class TierStack:
         self._promotions.commit(reservation.group_idx, keys)
 
     def reserve_load(
-        self, groups: Sequence[tuple[int, Sequence[OffloadKey]]]
+        self, groups: Sequence[tuple[int, Sequence[OffloadKey]]], *, partial: bool = False
     ) -> LoadReservation | None:
-        """Pin resident chunks and reserve slots for recorded ones, all or nothing.
+        """Pin resident chunks and reserve slots for recorded ones.
 
-        `groups` are (group index, keys head first). None: a chunk is absent or arriving, or pins
-        leave no room; nothing was changed then, but for evictions.
+        `groups` are (group index, keys head first, each once). None: a chunk is absent or arriving
+        (`partial`: it is left out instead), or pins leave no room for all of them; nothing was
+        changed then, but for evictions.
         """
         job_id = self.new_job_id()
-        located = [self._locator.slots(keys) for _, keys in groups]
-        if not any(None in slots for slots in located):
-            pinned = tuple(key for _, keys in groups for key in keys)
-            self._primary.pin(pinned)
-            resident = tuple(np.array(slots, np.int64) for slots in located)
-            return LoadReservation(job_id, resident, (), pinned)
+        wanted: list[tuple[Sequence[OffloadKey], list[int | None]]] = []
+        found: list[Promote] = []
+        for group_idx, keys in groups:
+            slots = self._locator.slots(keys)
+            if None not in slots:
+                wanted.append((keys, slots))
+                continue
+            missing = [key for key, slot in zip(keys, slots, strict=True) if slot is None]
+            known = [key for key in missing if not self._locator.is_busy(key)]
+            promotes, nowhere = self._promotions.find(job_id, group_idx, known)
+            found.extend(promotes)
+            if nowhere or len(known) < len(missing):
+                if not partial:
+                    return None
+                lost = set(missing).difference(known).union(nowhere)
+                held = [i for i, key in enumerate(keys) if key not in lost]
+                wanted.append(([keys[i] for i in held], [slots[i] for i in held]))
+            else:
+                wanted.append((keys, slots))
         pinned = tuple(
             key
-            for (_, keys), slots in zip(groups, located, strict=True)
+            for keys, slots in wanted
             for key, slot in zip(keys, slots, strict=True)
             if slot is not None
         )
-        found: list[Promote] = []
-        for (group_idx, keys), slots in zip(groups, located, strict=True):
-            missing = [key for key, slot in zip(keys, slots, strict=True) if slot is None]
-            if self._locator.is_any_busy(missing):
-                return None
-            promotes = self._promotions.find(job_id, group_idx, missing)
-            if promotes is None:
-                return None
-            found.extend(promotes)
+        reserved = self._reserve_promotes(found, pinned)
+        if reserved is None:
+            return None
+        return LoadReservation.of(job_id, wanted, reserved, pinned)
+
+    def _reserve_promotes(
+        self, found: Sequence[Promote], pinned: Sequence[OffloadKey]
+    ) -> list[Promote] | None:
+        """Pin what is resident and give every promote its slots; None: no room, nothing pinned."""
         self._primary.pin(pinned)
         reserved: list[Promote] = []
         for promote in found:
-            slots_new = self._reserve(promote.group_idx, promote.keys)
-            if slots_new is None:
+            slots = self._reserve(promote.group_idx, promote.keys)
+            if slots is None:
                 self._primary.unpin(pinned)
                 for undone in reserved:
                     self._primary.abort(undone.keys)
                 return None
-            reserved.append(dataclasses.replace(promote, slots=slots_new))
+            reserved.append(dataclasses.replace(promote, slots=slots))
         for promote in reserved:
             self._secondaries[promote.tier_idx].pin(promote.keys)
-        slot_of = {
-            key: slot
-            for promote in reserved
-            for key, slot in zip(promote.keys, promote.slots.tolist(), strict=True)
-        }
-        all_slots = tuple(
-            np.array(
-                [slot_of[k] if s is None else s for k, s in zip(keys, slots, strict=True)],
-                np.int64,
-            )
-            for (_, keys), slots in zip(groups, located, strict=True)
-        )
-        return LoadReservation(job_id, all_slots, tuple(reserved), pinned)
+        return reserved
 
     def finish_load(self, reservation: LoadReservation, done: TransferDone) -> None:
         """Take the answer to a load or promote: unpin, commit what came, drop what failed.
