@@ -128,3 +128,15 @@ def test_what_is_asked_beyond_the_limit_is_asked_again_and_not_queued(
     records.may_go_on.set()
     finish(lookups)
     assert len(records.askers) == 2 * MANY
+
+
+def test_a_thread_that_gets_no_turn_is_not_waited_for(records, lookups):
+    keys = records.keys[:MANY]
+    records.may_go_on.clear()
+    step_count = 0
+    while ARRIVING in lookups.states(keys):
+        lookups.end_step()
+        step_count += 1
+        assert step_count <= 8
+    assert lookups.states(keys) == records.states(MANY)
+    assert threading.main_thread() in records.askers

@@ -25,6 +25,9 @@ _BATCH_KEYS_MAX = 512
 _QUEUED_KEYS_MAX = 1 << 16
 """Keys that wait for the thread; whoever asks for more is told to ask again, and not queued."""
 
+_PATIENCE_STEPS = 8
+"""A thread that got no turn for so many steps is not waited for: the step looks up all itself."""
+
 _KEPT_STEPS = 32
 """An answer is kept for so many steps at least, twice as many at most: it may have changed."""
 
@@ -56,7 +59,8 @@ class Lookups:
         self._locate = locate
         self._mailbox: Mailbox[_Question] = Mailbox(f"lookup-{name}", self._look_up)
         self._answers: deque[_Answer] = deque()
-        self._queued: set[OffloadKey] = set()
+        self._queued: dict[OffloadKey, int] = {}
+        """What the thread was asked and did not answer yet, with the number of the step."""
         self._young: dict[OffloadKey, Place | None] = {}
         self._old: dict[OffloadKey, Place | None] = {}
         self._step_count = 0
@@ -69,7 +73,7 @@ class Lookups:
     def states(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
         """Say of each key whether it is recorded, absent, or (arriving) being looked up."""
         known, unknown = self._known(keys)
-        if len(unknown) <= ASKED_AT_ONCE_MAX:
+        if len(unknown) <= ASKED_AT_ONCE_MAX or self._waits_long(unknown):
             if unknown:
                 known.update(zip(unknown, self._locate(unknown), strict=True))
             return [_state(known[key]) for key in keys]
@@ -118,11 +122,15 @@ class Lookups:
                 known.update((key, answers[key]) for key in keys if key in answers)
         return known, [key for key in keys if key not in known]
 
+    def _waits_long(self, unknown: Sequence[OffloadKey]) -> bool:
+        asked_at = self._queued.get(unknown[0], self._step_count)
+        return self._step_count - asked_at >= _PATIENCE_STEPS
+
     def _ask(self, keys: Sequence[OffloadKey]) -> None:
         fresh = tuple(key for key in keys if key not in self._queued)
         if len(self._queued) + len(fresh) > _QUEUED_KEYS_MAX:
             return
-        self._queued.update(fresh)
+        self._queued.update(dict.fromkeys(fresh, self._step_count))
         for first in range(0, len(fresh), _BATCH_KEYS_MAX):
             batch = fresh[first : first + _BATCH_KEYS_MAX]
             self._mailbox.put(_Question(batch, self._reset_count))
@@ -134,7 +142,8 @@ class Lookups:
     def _collect(self) -> None:
         while self._answers:
             answer = self._answers.popleft()
-            self._queued.difference_update(answer.question.keys)
+            for key in answer.question.keys:
+                self._queued.pop(key, None)
             if answer.question.reset_count == self._reset_count:
                 self._young.update(zip(answer.question.keys, answer.places, strict=True))
 
