@@ -311,7 +311,8 @@ class Cascade:
 
     def _finish_keys(self, group_idx: int, keys: Sequence[OffloadKey]) -> None:
         self._primary.unpin(keys)
-        self._in_flight.difference_update(keys)
+        if self._in_flight:
+            self._in_flight.difference_update(keys)
         self._queued_bytes -= len(keys) * self._groups[group_idx].chunk_bytes
 
     def _start_release(self, freed: Freed, job_id: JobId) -> Release:
