@@ -120,6 +120,15 @@ class Manifest:
             groups=(group,),
         )
 
+    def in_epoch(self, epoch: str) -> Self:
+        """Return the identity of what an engine computes after a reset.
+
+        Its weights may be any by then, so `epoch` is a name that nobody else gives, and no engine
+        that loads its weights anew finds these bytes.
+        """
+        facts = dict(self.extra) | {"epoch": epoch}
+        return dataclasses.replace(self, extra=tuple(sorted(facts.items())))
+
     @cached_property
     def canonical_json(self) -> bytes:
         """The manifest as canonical JSON: sorted names, no spaces, ASCII."""

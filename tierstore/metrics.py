@@ -56,6 +56,9 @@ class Metric(Enum):
         self.label = label
         self.help_text = help_text
 
+    __hash__ = object.__hash__
+    """By identity: that of `Enum` is a call in Python, made twice per count."""
+
 
 class Counters:
     """Thread-safe sums per metric and label value."""

@@ -197,6 +197,8 @@ class TierStore:
                         in_flight.append(batch)
                     if len(in_flight) == _BATCHES_IN_FLIGHT:
                         self._finish_first(in_flight, group_idx, rows, found)
+                while in_flight:
+                    self._finish_first(in_flight, group_idx, rows, found)
             finally:  # an interrupted wait must not leave pins behind
                 while in_flight:
                     self._finish_first(in_flight, group_idx, rows, found)
@@ -233,7 +235,7 @@ class TierStore:
             ClosedError: after `close`.
         """
         with self._call():
-            self._stack.reset()
+            self._stack.reset(self._manifest)
             self._loop.pump()
 
     def stats(self) -> StoreStats:
@@ -313,8 +315,7 @@ class TierStore:
                 self._idle.wake()
 
     def _put_batch(self, group_idx: int, keys: Sequence[OffloadKey], rows: Rows) -> int:
-        chunk_bytes = self._specs[group_idx].chunk_bytes
-        need = len(keys) * chunk_bytes
+        need = len(keys) * self._specs[group_idx].chunk_bytes
         stack = self._stack
         # A queue that has stalled once is not waited for again until it moves.
         patience = 0.0 if self._is_stalled else _STALL_SECONDS
@@ -393,4 +394,6 @@ class TierStore:
         share = self._config.primary.capacity_bytes // (
             2 * _BATCHES_IN_FLIGHT * max(1, len(self._config.secondary))
         )
-        return max(1, min(_BATCH_BYTES, share) // spec.slot_bytes)
+        # What a write queue cannot hold of a batch would be dropped.
+        queues = (tier.io.write_queue_bytes for tier in self._config.secondary)
+        return max(1, min(_BATCH_BYTES, share, *queues) // spec.slot_bytes)

@@ -116,9 +116,11 @@ class ReferenceStack(TierStack):
             else:
                 self.states[key] = ChunkState.RESIDENT
 
-    def reset(self):
+    def reset(self, manifest):
+        """Keep what is recorded, as if the disk failed: the epoch alone must hide it."""
         self.doomed = {k for k, state in self.states.items() if state is ChunkState.ARRIVING}
-        self.states = dict.fromkeys(self.doomed, ChunkState.ARRIVING)
+        kept = (ChunkState.ARRIVING, ChunkState.RECORDED)
+        self.states = {k: state for k, state in self.states.items() if state in kept}
 
     def evict(self, keys):
         """Let unpinned resident and recorded chunks go."""

@@ -124,10 +124,17 @@ class TransferExecutor:
             engine.register(caches, manifest.blocks_per_chunk, pool.address, pool.size_bytes)
             if pin_threads is not None:
                 pin_threads.open()
-        tiers = [
-            TierIo(tier, manifest, open_backend, rank=rank, rank_count=rank_count)
-            for tier in config.secondary
-        ]
+        tiers: list[TierIo] = []
+        try:
+            tiers.extend(
+                TierIo(tier, manifest, open_backend, rank=rank, rank_count=rank_count)
+                for tier in config.secondary
+            )
+        except BaseException:  # of a plug-in, or no more threads: those that run must end
+            for opened in tiers:
+                opened.pool.close(_CLOSE_TIMEOUT_SECONDS)
+                opened.backend.close()
+            raise
         return cls(
             manifest=manifest,
             pool=pool,

@@ -1,5 +1,6 @@
 """The control half between an engine's scheduler and the tiers."""
 
+import dataclasses
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from itertools import chain
 
 from tierstore.key import Namespace
 from tierstore.layout import GroupKind, GroupSpec
+from tierstore.manifest import Manifest
 from tierstore.metrics import Counters, Metric
 from tierstore.planner.groups import build_group_configs
 from tierstore.planner.in_flight import InFlight, LoadJob
@@ -245,15 +247,19 @@ class OffloadPlanner:
             or self._stack.has_work()
         )
 
-    def reset(self) -> None:
-        """Forget all cached chunks: the weights changed.
+    def reset(self, manifest: Manifest) -> None:
+        """Forget all cached chunks: the weights changed. What comes now is `manifest`'s.
 
         Requests that are running or loading hold blocks of the old weights, and what they compute
         next depends on them; nothing of it is offloaded until the engine starts them from nothing.
         """
-        self._stack.reset()
+        self._stack.reset(manifest)
+        self._configs = tuple(
+            dataclasses.replace(config, namespace=manifest.namespace) for config in self._configs
+        )
+        self._offloads = Offloads(self._configs, self._stack, self._in_flight)
         for state in self._requests.values():
-            state.outdate()
+            state.outdate(self._configs)
 
     def check(self) -> list[str]:
         """Verify that nothing leaks; return the problems in words (empty: sound)."""

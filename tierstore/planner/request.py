@@ -77,8 +77,11 @@ class RequestOffloadState:
         for group_idx, group in self.groups.items():
             group.block_ids.extend(tables[group_idx])
 
-    def outdate(self) -> None:
-        """Offer nothing that is computed from here on, if it comes after KV from before."""
+    def outdate(self, configs: Sequence[GroupOffloadConfig]) -> None:
+        """Name chunks by `configs`, and offer none that comes after KV from before."""
+        for config in configs:
+            if config.spec.group_idx in self.groups:
+                self.groups[config.spec.group_idx].config = config
         if self.has_kv:
             self.is_outdated = True
             self.next_ready_tokens = _NEVER

@@ -9,10 +9,11 @@ from tierstore.clock import MonotonicClock
 from tierstore.config import SecondaryConfig
 from tierstore.errors import BackendError, CatalogError
 from tierstore.io_pool import Mailbox
-from tierstore.key import OffloadKey
+from tierstore.key import Namespace, OffloadKey
 from tierstore.manifest import Manifest
 from tierstore.tier.catalog import Catalog, SecondaryStats
 from tierstore.tier.catalog_messages import (
+    BeginEpoch,
     CommitTicket,
     Evict,
     ForgetNamespace,
@@ -33,6 +34,8 @@ __all__ = ["SecondaryTier"]
 _logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 30.0
+_ADVICE_WAITING_MAX = 1024
+"""A catalog that is slower than its callers hears no more of uses and of worthless records."""
 _TOUCH_SECONDS = 0.1
 _TOUCH_KEYS_MAX = 512
 
@@ -59,6 +62,8 @@ class SecondaryTier:
         self._touched: list[OffloadKey] = []
         self._touched_at = 0.0
         self._forget_count = 0
+        self._hidden_until = 0
+        """Nothing is located before so many namespaces are forgotten."""
         self._is_closed = False
         self._is_failing = False
 
@@ -76,9 +81,11 @@ class SecondaryTier:
         """
         catalog = Catalog.open(config, manifest, rank_count=rank_count)
         tier = cls(catalog, manifest, f"{tier_idx}-{config.name}")
-        tier._writer.recover()
+        epochs = tier._writer.recover()
         tier._mailbox.open()
         tier._lookups.open()
+        for namespace in epochs:
+            tier._forget(namespace)
         return tier
 
     @property
@@ -88,7 +95,7 @@ class SecondaryTier:
 
     def locate(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
         """Return the place of each recorded key; one read transaction, about 1.5 us per key."""
-        if self._forget_count != self._writer.forgotten_count:
+        if self._writer.forgotten_count < self._hidden_until:
             return [None] * len(keys)
         return self._lookups.places(keys)
 
@@ -97,7 +104,7 @@ class SecondaryTier:
 
         Costs a step a few lookups at most: a thread does the others until the question is repeated.
         """
-        if self._forget_count != self._writer.forgotten_count:
+        if self._writer.forgotten_count < self._hidden_until:
             return [ChunkState.ABSENT] * len(keys)
         return self._lookups.states(keys)
 
@@ -131,25 +138,38 @@ class SecondaryTier:
         """Record one use of each key, tail first: it becomes the last to be evicted.
 
         Uses wait a moment for others, so that a burst of loads need not share the interpreter with
-        the transactions that record it; whatever could see the order comes after them.
+        the transactions that record it; whatever could see the order comes after them. Dropped
+        while too much waits for the catalog.
         """
         if not self._touched:
             self._touched_at = self._clock.seconds()
         self._touched.extend(keys)
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
-        """Forget records (corrupt, or absent in the file) and free their places."""
-        self._lookups.forget(keys)
-        self._put(RemoveKeys(tuple(keys)))
+        """Forget records (corrupt, or absent in the file) and free their places.
 
-    def forget_namespace(self) -> None:
+        Dropped while too much waits for the catalog, or it fails: the next read finds them again.
+        """
+        self._lookups.forget(keys)
+        self._put_touched()
+        self._mailbox.offer(RemoveKeys(tuple(keys)), _ADVICE_WAITING_MAX)
+
+    def reset(self, manifest: Manifest) -> None:
         """Make every record of this tier's manifest unreachable at once, and free them in time.
 
-        Requests that wait are refused; what is being written now will not be published.
+        Requests that wait are refused; what is being written now will not be published. What comes
+        later is recorded under `manifest`: the same, or the next epoch of it.
         """
-        self._forget_count += 1
         self._lookups.reset()
-        self._put(ForgetNamespace(self._namespace))
+        self._forget(self._namespace)
+        self._hidden_until = self._forget_count
+        if manifest.namespace != self._namespace:
+            self._namespace = manifest.namespace
+            self._put(BeginEpoch(manifest.namespace, manifest.canonical_json))
+
+    def _forget(self, namespace: Namespace) -> None:
+        self._forget_count += 1
+        self._put(ForgetNamespace(namespace))
 
     def pin(self, keys: Sequence[OffloadKey]) -> None:
         """Keep this process from evicting records while they are read (counted)."""
@@ -224,4 +244,5 @@ class SecondaryTier:
     def _put_touched(self) -> None:
         touched, self._touched = self._touched, []
         for start in range(0, len(touched), _TOUCH_KEYS_MAX):
-            self._mailbox.put(TouchKeys(tuple(touched[start : start + _TOUCH_KEYS_MAX])))
+            advice = TouchKeys(tuple(touched[start : start + _TOUCH_KEYS_MAX]))
+            self._mailbox.offer(advice, _ADVICE_WAITING_MAX)

@@ -102,8 +102,10 @@ class TierStack:
             for secondary in secondaries:
                 secondary.close()
             raise
-        # Write-behind pins chunks: half of the primary tier always stays free for the engine.
+        # Write-behind pins chunks: half of the primary tier always stays free for the engine. One
+        # chunk at least, or none would ever be written.
         share_bytes = config.primary.capacity_bytes // (2 * max(1, len(config.secondary)))
+        chunk_bytes = max((group.chunk_bytes for group in groups), default=0)
         cascades = [
             Cascade(
                 tier_idx=tier_idx,
@@ -112,7 +114,7 @@ class TierStack:
                 primary=primary,
                 secondary=secondary,
                 counters=counters,
-                queue_bytes_max=min(tier.io.write_queue_bytes, share_bytes),
+                queue_bytes_max=max(chunk_bytes, min(tier.io.write_queue_bytes, share_bytes)),
             )
             for tier_idx, (tier, secondary) in enumerate(
                 zip(config.secondary, secondaries, strict=True)
@@ -156,7 +158,10 @@ class TierStack:
         return self._locator.match_prefix(keys)
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Record a use of resident chunks of one prefix, given head first; others are ignored."""
+        """Record a use of resident chunks of one prefix, head first and each once.
+
+        Others are ignored.
+        """
         slots = self._locator.slots(keys)
         resident = [key for key, slot in zip(keys, slots, strict=True) if slot is not None]
         if resident:
@@ -171,9 +176,8 @@ class TierStack:
         slots = self._locator.slots(keys)
         absent = [i for i, slot in enumerate(slots) if slot is None]
         if len(absent) < len(keys):
-            self._touch_resident(
-                [key for key, slot in zip(keys, slots, strict=True) if slot is not None]
-            )
+            resident = [key for key, slot in zip(keys, slots, strict=True) if slot is not None]
+            self._touch_resident(list(dict.fromkeys(resident)))
         wanted = {keys[i]: i for i in absent}
         if len(wanted) < len(absent):  # a key came twice: its first place counts
             wanted = {}
@@ -328,8 +332,8 @@ class TierStack:
         """Return the bytes that may be offloaded now without a tier dropping their demote."""
         return min((cascade.room_bytes() for cascade in self._cascades), default=1 << 62)
 
-    def reset(self) -> None:
-        """Forget all chunks of this namespace in all tiers (the weights changed).
+    def reset(self, manifest: Manifest) -> None:
+        """Forget all chunks in all tiers (the weights changed); those to come are `manifest`'s.
 
         Chunks that a transfer holds are unreachable from now on and forgotten when it ends.
         """
@@ -340,7 +344,7 @@ class TierStack:
         self._doomed.update(self._primary.clear())
         self._doomed.update(self._primary.arriving)
         for secondary in self._secondaries:
-            secondary.forget_namespace()
+            secondary.reset(manifest)
 
     def check(self) -> list[str]:
         """Verify the invariants of all tiers; return the violations in words (empty: sound)."""

@@ -15,6 +15,7 @@ kept: a request that waits for a load is in the next step's metadata, with its l
 
 import functools
 import logging
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
@@ -106,6 +107,7 @@ class SchedulerHalf:
     ) -> None:
         """Take over open tiers; `close` closes them. `residency` is what the stack writes to."""
         self._stack = stack
+        self._manifest = manifest
         self._stats = StatsSource(counters)
         self._tally = RankTally(shape.rank_count)
         self._groups = manifest.group_specs()
@@ -283,12 +285,15 @@ class SchedulerHalf:
 
     @_guarded(True, is_fatal=True)
     def reset_cache(self) -> bool:
-        """Forget all cached chunks."""
-        _logger.warning(
-            "cache was reset; if weights were changed in place, what is stored from now on must be "
-            "removed before an engine loads the original weights"
-        )
-        self._planner.reset()
+        """Forget all cached chunks, and begin an epoch of this engine's own.
+
+        vLLM does not say why. Weights that changed, or will before the next request, are those of
+        no manifest, so what is computed from now on must not be found by an engine that loads the
+        weights anew, nor by one that shares the path.
+        """
+        self._manifest = self._manifest.in_epoch(secrets.token_hex(8))
+        self._planner.reset(self._manifest)
+        _logger.info("cache was reset: what is stored from now on is found by this engine only")
         return True
 
     @_guarded(None, is_fatal=False)
