@@ -113,14 +113,14 @@ class Lookups:
 
     def _known(
         self, keys: Sequence[OffloadKey]
-    ) -> tuple[dict[OffloadKey, Place | None], list[OffloadKey]]:
+    ) -> tuple[dict[OffloadKey, Place | None], Sequence[OffloadKey]]:
         """Return the answers that there are, and the keys without one."""
         self._collect()
         known: dict[OffloadKey, Place | None] = {}
         for answers in (self._old, self._young):
             if answers:
                 known.update((key, answers[key]) for key in keys if key in answers)
-        return known, [key for key in keys if key not in known]
+        return known, [key for key in keys if key not in known] if known else keys
 
     def _waits_long(self, unknown: Sequence[OffloadKey]) -> bool:
         asked_at = self._queued.get(unknown[0], self._step_count)
