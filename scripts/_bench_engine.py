@@ -123,9 +123,7 @@ class _DataPlane:
             if self._executor is None or isinstance(command, Offload):
                 self._answers.append(TransferDone(job_id=command.job_id))
             elif isinstance(command, Load):
-                if len(promotes) != 1:
-                    self._answers.append(TransferDone(job_id=command.job_id))
-                moved += promotes
+                moved.append(Load(job_id=command.job_id, parts=(), promotes=promotes))
             else:
                 moved.append(command)
         if self._executor is not None:
