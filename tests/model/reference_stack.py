@@ -32,6 +32,12 @@ class ReferenceStack(TierStack):
         self.locate_calls += 1
         return [self.states.get(key, ChunkState.ABSENT) for key in keys]
 
+    def locate_in_step(self, keys):
+        return self.locate(keys)
+
+    def locate_run(self, keys):
+        return self.locate(keys)
+
     def touch(self, keys):
         pass
 

@@ -165,5 +165,5 @@ def test_after_a_reset_a_request_is_offloaded_again_once_it_starts_from_nothing(
 def test_a_draft_chunk_is_offloaded_once_the_token_behind_it_is_settled(kind):
     planner = open_planner(kind, chunk_count=3, draft_groups={0})
     for computed, ready, offloaded in ((0, 8, [1]), (8, 8, []), (8, 9, [2]), (9, 12, [])):
-        progress = [Progress("r", computed, ready)] * planner.completes_chunk("r", ready)
+        progress = [Progress("r", computed, ready)] * len(planner.completing(["r"], [ready]))
         assert blocks(offloads(planner, progress=progress)) == offloaded

@@ -79,10 +79,10 @@ def _full_run(
     """Return up to which token every chunk is ready, and up to which it is at least arriving."""
     tokens_per_chunk = config.tokens_per_chunk
     first = local_tokens // tokens_per_chunk
-    keys = config.keys(block_hashes, first, limit // tokens_per_chunk + config.is_draft)
+    hashes = config.hashes(block_hashes, first, limit // tokens_per_chunk + config.is_draft)
     ready, asked, batch = -1, 0, _FIRST_BATCH
-    while asked < len(keys):
-        states = bytes(stack.locate(keys[asked : asked + batch]))
+    while asked < len(hashes):
+        states = bytes(stack.locate_run(config.keys_of(hashes[asked : asked + batch])))
         arriving = states.find(ChunkState.ARRIVING)
         absent = states.find(ChunkState.ABSENT)
         if ready < 0 <= arriving and not 0 <= absent < arriving:
@@ -91,7 +91,8 @@ def _full_run(
             asked += absent
             break
         asked += len(states)
-        batch *= 2
+        # From the first chunk on that is not resident, the tiers are asked for all the rest.
+        batch = 2 * batch if states.count(ChunkState.RESIDENT) == len(states) else len(hashes)
     ready = asked if ready < 0 else ready
     first -= config.is_draft
     return (first + ready) * tokens_per_chunk, (first + asked) * tokens_per_chunk
@@ -113,7 +114,7 @@ def _others_satisfied(
         keys = config.keys(block_hashes, base, end)
         batches.append((config, base, keys))
     asked = [key for _, _, keys in batches for key in keys]
-    all_states = np.frombuffer(bytes(stack.locate(asked)), np.uint8)
+    all_states = np.frombuffer(bytes(stack.locate_in_step(asked)), np.uint8)
     ready_ok = np.ones(len(lengths), np.bool_)
     hoped_ok = ready_ok.copy()
     offset = 0

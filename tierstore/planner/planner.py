@@ -143,6 +143,7 @@ class OffloadPlanner:
             self._counters.add(Metric.FAILED_LOADS, label="gone")
             return None
         state.load_job = plan.command.job_id
+        state.loaded_tokens = 0 if target.local_tokens else target.hit_tokens
         state.has_kv = True
         self._in_flight.loads[plan.command.job_id] = LoadJob(plan.reservation, request_id)
         self._loads.append(plan.command)
@@ -150,10 +151,16 @@ class OffloadPlanner:
         self._fences |= self._in_flight.readers_of(target.block_ids())
         return min(plan.promoted_tokens, target.hit_tokens - target.local_tokens)
 
-    def completes_chunk(self, request_id: str, ready_tokens: int) -> bool:
-        """Say whether a request with so many ready tokens belongs into `EngineStep.progress`."""
-        state = self._requests.get(request_id)
-        return state is not None and ready_tokens >= state.next_ready_tokens
+    def completing(self, request_ids: Sequence[str], ready_tokens: Sequence[int]) -> list[int]:
+        """Say which requests, by position, belong into `EngineStep.progress` if so far ready."""
+        find = self._requests.get
+        return [
+            i
+            for i, (state, ready) in enumerate(
+                zip(map(find, request_ids), ready_tokens, strict=True)
+            )
+            if state is not None and ready >= state.next_ready_tokens
+        ]
 
     def plan_step(self, step: EngineStep) -> PlannedStep:
         """Take what the engine scheduled; return the transfers around this step.
@@ -213,6 +220,7 @@ class OffloadPlanner:
         state = self._requests.get(load.request_id)
         if state is not None and state.load_job == done.job_id:
             state.load_job = None
+            state.loaded_tokens = 0 if is_lost else state.loaded_tokens
             # The engine asks again at once; with the same answer it would fail for ever.
             state.is_suppressed |= is_lost
 

@@ -126,7 +126,7 @@ class SchedulerHalf:
         self._questions: dict[str, _Question] = {}
         self._promised: set[str] = set()
         """Requests that wait for a load of which no worker was told yet."""
-        self._reader = StepReader(self._requests, self._planner.completes_chunk, offload_decode)
+        self._reader = StepReader(self._requests, self._planner.completing, offload_decode)
         self._last_report: WorkerReport | None = None
         self._failure_count = 0
         self._failure_causes: set[tuple[str, str]] = set()
