@@ -117,7 +117,8 @@ class SecondaryTier:
         """Record one use of each key, tail first: it becomes the last to be evicted.
 
         Uses wait a moment for others, so that a burst of loads need not share the interpreter with
-        the transactions that record it; whatever could see the order comes after them. Dropped while too much waits for the catalog.
+        the transactions that record it; whatever could see the order comes after them. Dropped
+        while too much waits for the catalog.
         """
         if not self._touched:
             self._touched_at = self._clock.seconds()

@@ -176,10 +176,7 @@ class TierStack:
         return len(keys)
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Record a use of resident chunks of one prefix, head first and each once.
-
-        Others are ignored.
-        """
+        """Record a use of the resident ones of some chunks, head first and each once."""
         slots = self._locate(keys)
         resident = [key for key, slot in zip(keys, slots, strict=True) if slot is not None]
         if resident:
