@@ -4,7 +4,7 @@
     +-- ConfigError      the YAML file or mapping is wrong; names the key, the value and the remedy
     +-- ManifestError    a path or a peer holds other bytes than ours (different identity)
     +-- LayoutError      the engine's KV caches cannot be described or addressed
-    +-- BackendError     a disk, a file system or a remote store failed
+    +-- BackendError     a disk or a file system failed
     |   +-- BackendFullError   no space left although it was reserved (ENOSPC, quota)
     |   |   +-- BackendMapFullError   the database, not the device, is as large as it may be
     |   +-- BackendCorruptError   a database file is damaged, or of another format
@@ -55,7 +55,7 @@ class LayoutError(TierStoreError):
 
 
 class BackendError(TierStoreError):
-    """A disk, a file system or a remote store failed."""
+    """A disk or a file system failed."""
 
 
 class BackendFullError(BackendError):

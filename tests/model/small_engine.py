@@ -115,7 +115,15 @@ class SmallEngine:
         self.manifest = self.manifest.in_epoch(str(self.weights))
         self.planner.reset(self.manifest)
 
-    def step(self):
+    def step(self, count=1):
+        for _ in range(count):
+            self._step()
+
+    def answer_all(self):
+        for job_id in list(self.jobs):
+            self.answer(job_id, ok=True)
+
+    def _step(self):
         for name in self.failed:
             self._recompute(name)
         self.failed = []

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import lmdb
@@ -16,6 +17,7 @@ from tierstore.key import make_offload_keys
 from tierstore.lmdb_env import LmdbEnv
 from tierstore.manifest import Manifest
 from tierstore.tier.catalog_messages import Committed, Freed, Placed
+from tierstore.tier.reservation import ChunkState
 from tierstore.tier.secondary import SecondaryTier
 
 MIB = 1 << 20
@@ -99,6 +101,24 @@ def test_a_forgotten_namespace_is_unreachable_at_once_and_usable_again(tmp_path)
     assert tier.locate(keys_of(1, 2)) == [None, None]
     store(tier, 1)
     assert [bool(place) for place in tier.locate(keys_of(1, 2))] == [True, False]
+    tier.close()
+
+
+def test_a_question_about_many_keys_finds_its_answer_in_a_later_step(tmp_path):
+    tier = open_tier(tmp_path)
+    store(tier, *range(20))
+    keys = keys_of(*range(40))
+    assert tier.states(keys) == [ChunkState.ARRIVING] * 40
+    until = time.monotonic() + 30
+    while ChunkState.ARRIVING in tier.states(keys):
+        assert time.monotonic() < until
+    assert tier.states(keys) == [ChunkState.RECORDED] * 20 + [ChunkState.ABSENT] * 20
+    tier.remove(keys[:1])
+    assert tier.wait(10)
+    tier.reset(MANIFEST)
+    assert tier.states(keys) == [ChunkState.ABSENT] * 40
+    assert tier.wait(10)
+    assert tier.locate(keys) == [None] * 40
     tier.close()
 
 

@@ -153,7 +153,7 @@ class CatalogWriter:
             self._writing.update(ticket.keys)
         self.waiting = waiting
         if freed:
-            events.append(_freed(freed))
+            events.append(_freed(freed, work.evicted_count))
         self.events.extend([*map(Committed, closed), *events])
         self._needs_sync = True
         return has_more
@@ -285,7 +285,7 @@ class CatalogWriter:
                 has_more = step(work)
                 freed = work.space.emit()
             if freed:
-                self.events.append(_freed(freed))
+                self.events.append(_freed(freed, work.evicted_count))
             # What a transaction frees can be used from the next but one on.
             for _ in range(2):
                 with self._catalog.transaction(spares_pages=False):
@@ -387,10 +387,10 @@ def _joined_touches(batch: Sequence[Operation]) -> Iterable[Operation]:
             yield from operations
 
 
-def _freed(release: tuple[int, PendingRow]) -> Freed:
+def _freed(release: tuple[int, PendingRow], evicted_count: int = 0) -> Freed:
     release_id, row = release
     runs = tuple(
         PageRun(segment=segment, first_page=first_page, page_count=page_count)
         for segment, first_page, page_count in row.runs.tolist()
     )
-    return Freed(release_id, runs, tuple(row.empty_segments))
+    return Freed(release_id, runs, tuple(row.empty_segments), evicted_count)

@@ -25,7 +25,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from tierstore.config import StoreConfig
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters
-from tierstore.planner import EngineStep, HitSplit, LoadTarget, OffloadPlanner, PlannedStep
+from tierstore.planner import EngineStep, LoadTarget, OffloadPlanner, PlannedStep
 from tierstore.tier.residency import ResidencyLog
 from tierstore.tier.stack import TierStack
 from tierstore.transfer import StepPlan
@@ -77,7 +77,8 @@ class _Question:
     """What a request was last asked about, for the load that may follow."""
 
     local_tokens: int
-    split: HitSplit | None = None
+    disk_tokens: int = 0
+    """Of the load: how many of its tokens come from disk."""
 
 
 def _may_be_cached(request: "Request") -> bool:
@@ -125,7 +126,7 @@ class SchedulerHalf:
         self._questions: dict[str, _Question] = {}
         self._promised: set[str] = set()
         """Requests that wait for a load of which no worker was told yet."""
-        self._reader = StepReader(self._requests, self._planner.completes_chunk, offload_decode)
+        self._reader = StepReader(self._requests, self._planner.completing, offload_decode)
         self._last_report: WorkerReport | None = None
         self._failure_count = 0
         self._failure_causes: set[tuple[str, str]] = set()
@@ -215,9 +216,8 @@ class SchedulerHalf:
                 for block in blocks.blocks[spec.group_idx][first:end]
             ]
         hit_tokens = question.local_tokens + external_tokens
-        question.split = self._planner.begin_load(
-            request.request_id, LoadTarget(question.local_tokens, hit_tokens, fresh)
-        )
+        target = LoadTarget(question.local_tokens, hit_tokens, fresh)
+        question.disk_tokens = self._planner.begin_load(request.request_id, target) or 0
 
     @_guarded({}, is_fatal=False)
     def get_external_cache_hit_sources(
@@ -225,8 +225,7 @@ class SchedulerHalf:
     ) -> dict[CacheHitSource, int]:
         """Split the tokens of the load that was just planned by where they come from."""
         question = self._questions.get(request.request_id)
-        disk_tokens = question.split.secondary_tokens if question and question.split else 0
-        disk_tokens = min(disk_tokens, external_tokens)
+        disk_tokens = min(question.disk_tokens if question else 0, external_tokens)
         sources = {
             CacheHitSource.HOST: external_tokens - disk_tokens,
             CacheHitSource.DISK: disk_tokens,
