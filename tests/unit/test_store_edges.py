@@ -107,3 +107,16 @@ def test_a_segment_that_cannot_be_mapped_is_a_miss_and_leaves_no_descriptor(tmp_
         assert open_resources() == before
         assert store.get(keys, out) == [True] * 8
         assert np.array_equal(out, CHUNKS.array(range(8)))
+
+
+def test_a_chunk_that_left_every_tier_is_written_again_when_it_comes_again(tmp_path):
+    config = config_of(tmp_path, cascade="on_evict", primary="1MiB", capacity="8MiB")
+    config["primary"]["eviction"] = "lru"
+    with CHUNKS.open(config) as store:
+        for numbers in (range(8), range(100, 400), range(8), range(1000, 1064)):
+            for first in range(0, len(numbers), 4):
+                assert CHUNKS.put(store, numbers[first : first + 4]) == 4
+            store.flush()
+        assert store._stack.primary.locate(CHUNKS.keys(range(8))) == [None] * 8
+        assert CHUNKS.found(store, range(8)) == list(range(8))
+        assert store.stats().secondary["disk"].evicted_count > 100
