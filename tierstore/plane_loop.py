@@ -157,9 +157,13 @@ class IdleCarrier:
             self._is_awake = True
             self._mailbox.put(None)
 
+    def stop(self) -> None:
+        """Carry nothing more; the caller holds the lock."""
+        self._is_stopped.set()
+
     def close(self) -> None:
         """Stop the thread, which does not wait for the lock; idempotent."""
-        self._is_stopped.set()
+        self.stop()
         self._mailbox.close(_CLOSE_SECONDS)
 
     def _carry(self, _wakes: list[None]) -> None:
@@ -168,7 +172,7 @@ class IdleCarrier:
             if not self._lock.acquire(blocking=False):
                 continue  # a call is under way: its thread carries
             try:
-                if not self._loop.has_messages():
+                if self._is_stopped.is_set() or not self._loop.has_messages():
                     self._is_awake = False
                     return
                 pause_seconds = (

@@ -98,6 +98,7 @@ class TierStore:
         self._idle = IdleCarrier(self._loop, self._lock)
         self._process_id = os.getpid()
         self._is_stalled = False
+        self._is_torn = False
         self._closed = False
 
     @classmethod
@@ -186,22 +187,18 @@ class TierStore:
             found = [False] * len(keys)
             per_batch = self._batch_chunks(group_idx)
             in_flight: list[_Batch] = []
-            try:
-                for i in range(0, len(keys), per_batch)[::-1]:
-                    indices = range(i, min(i + per_batch, len(keys)))
+            for i in range(0, len(keys), per_batch)[::-1]:
+                indices = range(i, min(i + per_batch, len(keys)))
+                batch = self._start_get(group_idx, keys, indices)
+                if batch is None and in_flight:  # perhaps they hold the room that it needs
+                    self._finish_first(in_flight, group_idx, rows, found)
                     batch = self._start_get(group_idx, keys, indices)
-                    if batch is None and in_flight:  # perhaps they hold the room that it needs
-                        self._finish_first(in_flight, group_idx, rows, found)
-                        batch = self._start_get(group_idx, keys, indices)
-                    if batch is not None:
-                        in_flight.append(batch)
-                    if len(in_flight) == _BATCHES_IN_FLIGHT:
-                        self._finish_first(in_flight, group_idx, rows, found)
-                while in_flight:
+                if batch is not None:
+                    in_flight.append(batch)
+                if len(in_flight) == _BATCHES_IN_FLIGHT:
                     self._finish_first(in_flight, group_idx, rows, found)
-            finally:  # an interrupted wait must not leave pins behind
-                while in_flight:
-                    self._finish_first(in_flight, group_idx, rows, found)
+            while in_flight:
+                self._finish_first(in_flight, group_idx, rows, found)
             return found
 
     def match_prefix(self, keys: Sequence[OffloadKey]) -> PrefixMatch:
@@ -280,7 +277,8 @@ class TierStore:
                 return
             self._closed = True
             try:
-                self._loop.flush()
+                if not self._is_torn:
+                    self._loop.flush()
             except BackendError as error:
                 _logger.error("close without a complete flush: cause=%s", error)
             finally:
@@ -307,12 +305,19 @@ class TierStore:
                 f"the store belongs to process {self._process_id}, not to one forked from it"
             )
         with self._lock:
-            if self._closed:
-                raise ClosedError("the store is closed; open another one")
+            if self._closed or self._is_torn:
+                raise ClosedError("the store is closed, or a call was interrupted; open another")
             try:
-                yield
-            finally:
-                self._idle.wake()
+                try:
+                    yield
+                finally:
+                    self._idle.wake()
+            except BaseException as error:
+                if not isinstance(error, Exception):
+                    # It came between any two steps: two chunks might own one slot.
+                    self._is_torn = True
+                    self._idle.stop()
+                raise
 
     def _put_batch(self, group_idx: int, keys: Sequence[OffloadKey], rows: Rows) -> int:
         need = len(keys) * self._specs[group_idx].chunk_bytes
@@ -326,12 +331,8 @@ class TierStore:
             and self._record_victims(group_idx, len(keys), patience)
         )
         reservation = stack.reserve_offload(group_idx, keys)
-        failed = range(len(reservation.keys))  # an interrupted copy must not keep its slots
-        try:
-            self._fill_slots(reservation, rows)
-            failed = range(0)
-        finally:
-            stack.finish_offload(reservation, failed)
+        self._fill_slots(reservation, rows)
+        stack.finish_offload(reservation)
         self._loop.pump()
         return sum(state >= ChunkState.RECORDED for state in stack.locate(keys))
 

@@ -1,7 +1,5 @@
 """A store at its edges: chunks named twice, room for one chunk, interrupted calls."""
 
-import contextlib
-import itertools
 import resource
 from pathlib import Path
 
@@ -11,6 +9,7 @@ from store_kit import Chunks, config_of
 
 from tierstore import TierStore
 from tierstore.backend.opening import open_backend
+from tierstore.errors import ClosedError
 
 CHUNKS = Chunks(65_536)
 CASCADES = ["write_through", "on_evict", "second_touch"]
@@ -56,31 +55,19 @@ def test_room_for_one_chunk_is_enough_for_its_record(tmp_path, cascade, primary,
         assert CHUNKS.found(store, [*range(4), *range(8, 12)]) == [*range(4), *range(8, 12)]
 
 
-@pytest.mark.parametrize("backend", ["file", "lmdb"])
-def test_a_call_that_is_interrupted_while_it_waits_holds_nothing(tmp_path, backend):
-    config = config_of(tmp_path, backend=backend, primary="2MiB")
-    with CHUNKS.open(config) as store:
-        CHUNKS.put(store, range(64))
+def test_an_interrupted_store_refuses_further_calls_and_closes_at_once(tmp_path):
+    with CHUNKS.open(config_of(tmp_path)) as store:
+        CHUNKS.put(store, range(8))
+        store._loop.pump = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            store.match_prefix(CHUNKS.keys(range(8)))
+        for call in (store.flush, store.check, store.stats):
+            with pytest.raises(ClosedError, match="interrupted"):
+                call()
 
-        executor, real = store._executor, store._executor.wait
-        for count, call in itertools.product(range(3), [CHUNKS.put, CHUNKS.found]):
-            waits = itertools.count()
 
-            def wait(seconds, waits=waits, count=count):
-                if next(waits) == count:
-                    raise KeyboardInterrupt
-                real(seconds)
-
-            executor.wait = wait
-            numbers = range(64) if call is CHUNKS.found else range(100 * count, 100 * count + 64)
-            with contextlib.suppress(KeyboardInterrupt):
-                call(store, numbers)
-            executor.wait = real
-        store.flush()
-        assert held(store) == (0, 0, 0)
-        assert store.check() == []
-        assert CHUNKS.put(store, range(1000, 1064)) == 64
-        assert CHUNKS.found(store, range(1000, 1064)) == list(range(1000, 1064))
+def interrupted():
+    raise KeyboardInterrupt
 
 
 def test_a_plug_in_that_raises_in_the_second_tier_leaves_nothing_open(tmp_path):
