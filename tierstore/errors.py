@@ -4,12 +4,14 @@
     +-- ConfigError      the YAML file or mapping is wrong; names the key, the value and the remedy
     +-- ManifestError    a path or a peer holds other bytes than ours (different identity)
     +-- LayoutError      the engine's KV caches cannot be described or addressed
-    +-- BackendError     a disk, a file system or a remote store failed
-    |   +-- BackendFullError   no space left although it was reserved (ENOSPC, quota, map full)
+    +-- BackendError     a disk or a file system failed
+    |   +-- BackendFullError   no space left although it was reserved (ENOSPC, quota)
+    |   |   +-- BackendMapFullError   the database, not the device, is as large as it may be
     |   +-- BackendCorruptError   a database file is damaged, or of another format
     +-- DeviceError      the GPU or its driver refused a call
     |   +-- DeviceBusyError   only for now: a CUDA graph is being captured; try again later
     +-- CatalogError     the directory of a secondary tier cannot be opened or written
+    |   +-- CatalogDamagedError   its rows contradict each other; it starts anew when next opened
     +-- ClosedError      the object was used after `close`
     +-- PromptError      a line of prompts for a warm-up is wrong; names the line and the remedy
     +-- MissingExtraError      an optional library is not installed; names the extra
@@ -21,6 +23,8 @@ __all__ = [
     "BackendCorruptError",
     "BackendError",
     "BackendFullError",
+    "BackendMapFullError",
+    "CatalogDamagedError",
     "CatalogError",
     "ClosedError",
     "ConfigError",
@@ -51,11 +55,15 @@ class LayoutError(TierStoreError):
 
 
 class BackendError(TierStoreError):
-    """A disk, a file system or a remote store failed."""
+    """A disk or a file system failed."""
 
 
 class BackendFullError(BackendError):
     """No space left on the device although the bytes were reserved."""
+
+
+class BackendMapFullError(BackendFullError):
+    """A database is as large as it may be: less in it would help, space on the device would not."""
 
 
 class BackendCorruptError(BackendError):
@@ -72,6 +80,14 @@ class DeviceBusyError(DeviceError):
 
 class CatalogError(TierStoreError):
     """The directory of a secondary tier cannot be opened, read or written."""
+
+
+class CatalogDamagedError(CatalogError):
+    """The rows of a catalog contradict each other, or have impossible lengths."""
+
+    def __init__(self, what: str) -> None:
+        """Say what contradicts what."""
+        super().__init__(f"catalog: {what}; it starts anew when a process opens the tier alone")
 
 
 class ClosedError(TierStoreError):

@@ -13,17 +13,18 @@ from typing import TYPE_CHECKING, Self, TypeAlias
 
 import lmdb
 
+from tierstore import lmdb_file
 from tierstore.errors import (
     BackendCorruptError,
     BackendError,
     BackendFullError,
+    BackendMapFullError,
     ClosedError,
     TierStoreError,
 )
 
 __all__ = [
     "ERRORS",
-    "LOCK_FILE_BYTES",
     "Cursor",
     "Database",
     "LmdbEnv",
@@ -44,9 +45,6 @@ else:
     Database = lmdb._Database  # noqa: SLF001 - exported under this name only
 
 _READERS_MAX = 126
-LOCK_FILE_BYTES = 16 << 10
-"""Bytes of an environment's lock file: 64 per reader, rounded up with room."""
-
 _DATABASES_MAX = 16
 
 ERRORS: Mapping[str, type[TierStoreError]] = {
@@ -67,7 +65,7 @@ ERRORS: Mapping[str, type[TierStoreError]] = {
     "InvalidParameterError": BackendError,
     "KeyExistsError": BackendError,
     "LockError": BackendError,
-    "MapFullError": BackendFullError,
+    "MapFullError": BackendMapFullError,
     "MapResizedError": BackendError,
     "MemoryError": BackendError,
     "NotFoundError": BackendCorruptError,
@@ -78,13 +76,14 @@ ERRORS: Mapping[str, type[TierStoreError]] = {
     "ReadersFullError": BackendError,
     "ReadonlyError": BackendError,
     "TlsFullError": BackendError,
-    "TxnFullError": BackendFullError,
+    "TxnFullError": BackendMapFullError,
     "VersionMismatchError": BackendCorruptError,
 }
 """What each exception class of the library becomes, by name (older versions lack some)."""
 
 _REMEDIES: Mapping[type[TierStoreError], str] = {
-    BackendFullError: "free space on the device, or raise the tier's capacity",
+    BackendFullError: "free space on the device",
+    BackendMapFullError: "raise the tier's capacity",
     BackendCorruptError: "remove the directory of the tier; it is rebuilt from nothing",
     BackendError: "check the permissions and the health of the device",
 }
@@ -99,22 +98,40 @@ def translate(error: lmdb.Error, directory: Path) -> TierStoreError:
 class LmdbEnv:
     """One environment of this process, shared by all who open its directory; thread-safe.
 
-    A write transaction belongs to the thread that began it. After a fork the child opens anew.
+    A write transaction belongs to the thread that began it. A forked child can neither use an
+    environment of its parent nor open its directory: the library would take the child's readers
+    for the parent's, and drop the parent's when the child closes.
     """
 
-    _shared: "dict[tuple[int, str], LmdbEnv]" = {}  # noqa: RUF012 - one registry per process
+    _shared: "dict[str, LmdbEnv]" = {}  # noqa: RUF012 - one registry per process
     _registry_lock = threading.Lock()
 
-    def __init__(self, directory: Path, env: lmdb.Environment, key: tuple[int, str]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        env: lmdb.Environment,
+        key: str,
+        admission: lmdb_file.Admission,
+    ) -> None:
         self.directory = directory
+        self.admission = admission
+        """What was found in its file when it was opened."""
         self._env = env
         self._key = key
+        self._is_sealed = False
+        self.process_id = os.getpid()
         self._reference_count = 0
         self._databases: dict[bytes, Database] = {}
 
     @classmethod
-    def open(cls, directory: Path, *, map_bytes: int, readahead: bool = False) -> Self:
+    def open(
+        cls, directory: Path, *, map_bytes: int, readahead: bool = False, sealed: bool = False
+    ) -> Self:
         """Open or create the environment below `directory`, which is made if needed.
+
+        Its file is verified first, unless another process has it open; if it is damaged, it is
+        removed, and `admission` says why. With `sealed`, the last one to close it seals it: every
+        bit is verified then, and faster, for the price of reading the file once at the close.
 
         `map_bytes` bounds the data file for good, or grows to its present size. Of several
         openers in one process the first decides. Nothing is flushed but by `sync`. `readahead`
@@ -124,16 +141,24 @@ class LmdbEnv:
             BackendError: it cannot be opened; the message says what to do.
         """
         with cls._registry_lock:
-            key = (os.getpid(), os.path.realpath(directory))
+            key = os.path.realpath(directory)
             shared = cls._shared.get(key)
+            if shared is not None and shared.process_id != os.getpid():
+                raise BackendError(
+                    f"{directory}: was open when this process was forked, and cannot be opened "
+                    "here; start this process by spawn, or before its parent opens the path"
+                )
             if shared is None:
-                env = _open_env(directory, map_bytes, readahead=readahead)
-                shared = cls._shared[key] = cls(directory, env, key)
+                env, admission = _open_env(directory, map_bytes, readahead=readahead)
+                shared = cls._shared[key] = cls(directory, env, key, admission)
+            shared._is_sealed |= sealed
             shared._reference_count += 1
             return shared  # type: ignore[return-value]
 
     def close(self) -> None:
         """Give one reference back; the last one closes the environment."""
+        if self.process_id != os.getpid():
+            return
         with self._registry_lock:
             if self._reference_count == 0:
                 return
@@ -141,6 +166,12 @@ class LmdbEnv:
             if self._reference_count == 0:
                 del self._shared[self._key]
                 self._env.close()
+                if self._is_sealed:
+                    lmdb_file.seal(self.directory)
+
+    def distrust(self, cause: str) -> None:
+        """Let the next one who has the environment for himself start anew: its rows are wrong."""
+        lmdb_file.distrust(self.directory, cause)
 
     def database(self, name: bytes) -> Database:
         """Open or create one named database; its handle lives as long as the environment."""
@@ -180,7 +211,8 @@ class LmdbEnv:
         Committed at the end of the block, aborted by any exception.
 
         Raises:
-            BackendFullError: the map, the transaction or the device is full; nothing was changed.
+            BackendMapFullError: the map or the transaction is full; nothing was changed.
+            BackendFullError: the device is full; nothing was changed.
             BackendError: the library failed; nothing was changed.
         """
         with self._translated(), self._env.begin(db=database, write=True) as txn:
@@ -207,18 +239,20 @@ class LmdbEnv:
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
-        if self._reference_count == 0:
-            raise ClosedError(f"{self.directory}: the environment is closed")
+        if self._reference_count == 0 or self.process_id != os.getpid():
+            raise ClosedError(f"{self.directory}: the environment is closed, or its parent's")
         try:
             yield
         except lmdb.Error as error:
             raise translate(error, self.directory) from error
 
 
-def _open_env(directory: Path, map_bytes: int, *, readahead: bool) -> lmdb.Environment:
+def _open_env(
+    directory: Path, map_bytes: int, *, readahead: bool
+) -> tuple[lmdb.Environment, lmdb_file.Admission]:
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        _allocate_lock_file(directory)
+        admission = lmdb_file.admit(directory, map_bytes=map_bytes)
         env = lmdb.open(
             os.fspath(directory),
             map_size=map_bytes,
@@ -234,18 +268,4 @@ def _open_env(directory: Path, map_bytes: int, *, readahead: bool) -> lmdb.Envir
         raise translate(error, directory) from error
     except OSError as error:
         raise BackendError(f"{directory}: {error}; make the path writable") from error
-    return env
-
-
-def _allocate_lock_file(directory: Path) -> None:
-    """Give the lock file its blocks.
-
-    The library writes to it through a mapping: in a file with holes on a device without room, that
-    ends the process by SIGBUS.
-    """
-    descriptor = os.open(directory / "lock.mdb", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        # A file that others have mapped keeps its size, which says how many readers it holds.
-        os.posix_fallocate(descriptor, 0, os.fstat(descriptor).st_size or LOCK_FILE_BYTES)
-    finally:
-        os.close(descriptor)
+    return env, admission

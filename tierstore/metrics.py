@@ -43,11 +43,21 @@ class Metric(Enum):
     PIN_SECONDS = ("pin_seconds_total", "counter", "", "Time spent registering host memory")
     FAILED_LOADS = ("failed_loads_total", "counter", "reason", "Load jobs that were recomputed")
 
+    DISCARDED_CATALOGS = (
+        "discarded_catalogs_total",
+        "counter",
+        "tier",
+        "Catalogs that were damaged when they were opened and started anew",
+    )
+
     def __init__(self, metric_name: str, kind: Kind, label: str, help_text: str) -> None:
         self.metric_name = metric_name
         self.kind = kind
         self.label = label
         self.help_text = help_text
+
+    __hash__ = object.__hash__
+    """By identity: that of `Enum` is a call in Python, made twice per count."""
 
 
 class Counters:

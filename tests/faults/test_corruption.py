@@ -8,7 +8,6 @@ from store_kit import Chunks, config_of, misses
 
 from tierstore import Manifest, TierStore
 from tierstore.errors import ManifestError
-from tierstore.lmdb_env import LmdbEnv
 
 NUMBERS = range(100)
 
@@ -160,9 +159,7 @@ def test_another_models_manifest_hits_nothing_and_disturbs_nothing(chunks, store
 
 
 def test_a_manifest_that_only_shares_the_checksum_is_refused_in_words(tmp_path, chunks, stored):
-    env = LmdbEnv.open(tmp_path / "tier" / "catalog", map_bytes=1 << 24)
-    with env.write(env.database(b"namespaces")) as txn:
-        txn.put(chunks.manifest.namespace, Manifest.simple("forged", 65_536).canonical_json)
-    env.close()
+    forged = Manifest.simple("forged", 65_536)
+    vars(forged)["namespace"] = chunks.manifest.namespace
     with pytest.raises(ManifestError, match="model"):
-        TierStore.open(stored, chunks.manifest)
+        TierStore.open(stored, forged)

@@ -90,19 +90,29 @@ class Lab:
         """The worker half."""
         return self.worker_connector._worker
 
-    def ask(self, prompts: list[list[int]], *, salt: str | None = None) -> dict[str, Any]:
-        """Answer prompts one after the other."""
-        outputs = [self._generate(prompt, salt) for prompt in prompts]
+    def ask(
+        self, prompts: list[list[int]], *, salt: str | None = None, is_cached: bool = True
+    ) -> dict[str, Any]:
+        """Answer prompts one after the other; tierstore keeps out of it unless `is_cached`."""
+        outputs = [self._generate(prompt, salt, is_cached=is_cached) for prompt in prompts]
         return {
             "tokens": [list(output.outputs[0].token_ids) for output in outputs],
             "cached": [output.num_cached_tokens or 0 for output in outputs],
             "reasons": [str(output.outputs[0].finish_reason) for output in outputs],
         }
 
-    def _generate(self, prompt: list[int], salt: str | None = None) -> Any:
+    def _generate(
+        self, prompt: list[int], salt: str | None = None, *, is_cached: bool = True
+    ) -> Any:
         from vllm import SamplingParams
 
-        sampling = SamplingParams(temperature=0, max_tokens=6, detokenize=False, ignore_eos=True)
+        sampling = SamplingParams(
+            temperature=0,
+            max_tokens=6,
+            detokenize=False,
+            ignore_eos=True,
+            extra_args={"kv_transfer_params": {"tierstore.cache": is_cached}},
+        )
         asked: dict[str, Any] = {"prompt_token_ids": prompt}
         if salt is not None:
             asked["cache_salt"] = salt

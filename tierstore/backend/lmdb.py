@@ -7,7 +7,7 @@ A value needs adjacent free pages, and what a transaction frees is free from the
 if no reader looks at it any more. So reads are short, and every release ends with two small
 transactions. Simple, two files, good for small chunks and small stores. The map is read by this
 process itself: unlike segment files, a data file that is truncated or unreadable under it ends the
-process.
+process. A file that is damaged when it is opened is started anew, and its records are absent.
 """
 
 import logging
@@ -22,7 +22,13 @@ import numpy.typing as npt
 
 from tierstore.backend.failure import FailureLog
 from tierstore.backend.protocol import RecordIo
-from tierstore.errors import BackendCorruptError, BackendFullError, ClosedError, TierStoreError
+from tierstore.errors import (
+    BackendCorruptError,
+    BackendFullError,
+    BackendMapFullError,
+    ClosedError,
+    TierStoreError,
+)
 from tierstore.geometry import lmdb_body_bytes
 from tierstore.lmdb_env import LmdbEnv, ViewTransaction
 from tierstore.record import (
@@ -42,6 +48,7 @@ _logger = logging.getLogger(__name__)
 
 _REASONS: dict[type[TierStoreError], FailureReason] = {
     BackendFullError: FailureReason.FULL,
+    BackendMapFullError: FailureReason.FULL,
     BackendCorruptError: FailureReason.CORRUPT,
     ClosedError: FailureReason.CLOSED,
 }
@@ -238,6 +245,9 @@ class LmdbBackend:
             self._user_count += 1
         try:
             yield env
+        except BackendCorruptError as error:
+            env.distrust(str(error))
+            raise
         finally:
             with self._lock:
                 self._user_count -= 1

@@ -26,7 +26,7 @@ from tierstore.transfer import (
 __all__ = ["Copy", "Job", "PartIndex", "RecordSpan", "split_batches", "split_spans"]
 
 _BATCH_BYTES_MIN = 1 << 20
-_BATCH_BYTES_MAX = 8 << 20
+_BATCH_BYTES_MAX = 4 << 20
 
 
 @dataclass(slots=True)

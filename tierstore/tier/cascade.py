@@ -29,6 +29,10 @@ __all__ = ["Cascade"]
 _RETRY_CALLS_MAX = 1 << 8
 """A release that keeps failing is tried again after at most so many calls of `commands`."""
 
+_TICKET_BYTES = 8 << 20
+"""Longer requests are placed, written and recorded in parts, so that the first write need not wait
+for the catalog to place the last."""
+
 _ONCE_SEEN_MAX = 1 << 16
 """Chunks that left the primary tier after one use and are remembered for `second_touch`."""
 
@@ -163,6 +167,9 @@ class Cascade:
             elif isinstance(event, Committed):
                 self._finish_commit(event)
             else:
+                self._counters.add(
+                    Metric.EVICTED_CHUNKS, event.evicted_count, label=self._config.name
+                )
                 commands.append(self._start_release(event, new_job_id()))
         if self._unreleased:
             self._calls_until_retry -= 1
@@ -239,14 +246,18 @@ class Cascade:
         keys = tuple(keys[:room])
         if not keys:
             return
-        ticket = next(self._tickets)
         self._primary.pin(keys)
         self._queued_bytes += len(keys) * chunk_bytes
         if self._config.cascade != "write_through":
             self._settled.update(keys)
             self._in_flight.update(keys)
-        self._waiting[ticket] = _Waiting(group_idx, keys)
-        self._secondary.request_places(ticket, keys, chunk_bytes)
+        # Tail first, since what is recorded first is evicted first.
+        per_ticket = max(1, _TICKET_BYTES // chunk_bytes)
+        for stop in range(len(keys), 0, -per_ticket):
+            ticket = next(self._tickets)
+            part = keys[max(0, stop - per_ticket) : stop]
+            self._waiting[ticket] = _Waiting(group_idx, part)
+            self._secondary.request_places(ticket, part, chunk_bytes)
 
     def _refuse(self, refused: Refused) -> None:
         if refused.ticket in self._cancelled_tickets:
@@ -298,11 +309,13 @@ class Cascade:
     def _finish_commit(self, committed: Committed) -> None:
         writing = self._committing.pop(committed.ticket, None)
         if writing is not None:  # otherwise it was cancelled
+            self._secondary.on_recorded(writing.keys)
             self._finish_keys(writing.group_idx, writing.keys)
 
     def _finish_keys(self, group_idx: int, keys: Sequence[OffloadKey]) -> None:
         self._primary.unpin(keys)
-        self._in_flight.difference_update(keys)
+        if self._in_flight:
+            self._in_flight.difference_update(keys)
         self._queued_bytes -= len(keys) * self._groups[group_idx].chunk_bytes
 
     def _start_release(self, freed: Freed, job_id: JobId) -> Release:

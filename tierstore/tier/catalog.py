@@ -5,22 +5,32 @@ in the calling thread, writes in whichever thread opens a `transaction`.
 """
 
 import logging
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
 
+from tierstore.backend.inventory import stored_segments
 from tierstore.config import SecondaryConfig
-from tierstore.errors import BackendError, CatalogError, ConfigError, ManifestError
+from tierstore.errors import (
+    BackendCorruptError,
+    BackendError,
+    CatalogDamagedError,
+    CatalogError,
+    ConfigError,
+    ManifestError,
+)
 from tierstore.geometry import SpaceGeometry
 from tierstore.key import OffloadKey
 from tierstore.layout import PAGE_BYTES
 from tierstore.lmdb_env import LmdbEnv, Transaction
-from tierstore.manifest import FORMAT_VERSION, Manifest
+from tierstore.manifest import FORMAT_VERSION, Manifest, namespace_of
 from tierstore.record import PLACE_BYTES
-from tierstore.tier.catalog_check import check_catalog
+from tierstore.tier.catalog_check import check_catalog, verify_sums
 from tierstore.tier.catalog_schema import Databases, StateRow
 from tierstore.tier.catalog_txn import CatalogTxn
+from tierstore.tier.orphans import release_orphans
 from tierstore.tier.owners import OwnerLock, forget_owner_files, is_owner_dead
 from tierstore.tier.space import Space
 from tierstore.transfer import Place
@@ -81,14 +91,26 @@ class Catalog:
         """
         geometry = SpaceGeometry.of(config, manifest, rank_count)
         try:
-            env = LmdbEnv.open(config.path / "catalog", map_bytes=geometry.catalog_map_bytes)
+            try:
+                return cls._open(config, manifest, geometry)
+            except (BackendCorruptError, CatalogDamagedError):
+                # It is noted, so that it starts anew, unless another process has it open.
+                return cls._open(config, manifest, geometry)
         except BackendError as error:
             raise CatalogError(f"secondary {config.name!r}: {error}") from error
+
+    @classmethod
+    def _open(cls, config: SecondaryConfig, manifest: Manifest, geometry: SpaceGeometry) -> Self:
+        env = LmdbEnv.open(
+            config.path / "catalog", map_bytes=geometry.catalog_map_bytes, sealed=True
+        )
         owner_lock: OwnerLock | None = None
         try:
             databases = Databases(env)
             with env.write() as txn:
-                state = _enter_state(txn, databases, config, rank_count)
+                if env.admission.is_suspect:
+                    _verify_rows(txn, databases, geometry)
+                state = _enter_state(txn, databases, config, geometry)
                 _enter_manifest(txn, databases, config, manifest)
                 owner_lock = OwnerLock(config.path / "owners", state.next_owner)
                 state.next_owner += 1
@@ -97,11 +119,16 @@ class Catalog:
         except BaseException as error:
             if owner_lock is not None:
                 owner_lock.close()
+            if isinstance(error, BackendCorruptError | CatalogDamagedError):
+                env.distrust(str(error))
             env.close()
-            if isinstance(error, BackendError):
-                raise CatalogError(f"secondary {config.name!r}: {error}") from error
             raise
         return cls(config, geometry, env, databases, owner_lock)
+
+    @property
+    def damage(self) -> str:
+        """Why the catalog was started anew when it was opened; empty: it was not."""
+        return self._env.admission.damage
 
     def locate(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
         """Return the place of each recorded key; one read transaction.
@@ -109,8 +136,12 @@ class Catalog:
         Raises:
             BackendError: the catalog cannot be read.
         """
-        with self._env.read(self._databases.records) as txn:
-            values = list(map(txn.get, keys))
+        try:
+            with self._env.read(self._databases.records) as txn:
+                values = list(map(txn.get, keys))
+        except BackendCorruptError as error:
+            self._env.distrust(str(error))
+            raise
         return [None if value is None else Place(value[:PLACE_BYTES]) for value in values]
 
     @contextmanager
@@ -123,11 +154,11 @@ class Catalog:
         in the map for those that evict a few records, which do not spare any.
 
         Raises:
-            BackendFullError: the map or the device is full; nothing was changed.
+            BackendMapFullError: the map is full; nothing was changed.
             BackendError: the catalog failed; nothing was changed.
             CatalogError: a row is damaged; nothing was changed.
         """
-        with self._env.write() as txn:
+        with self._distrusting(), self._env.write() as txn:
             if spares_pages:
                 with txn.cursor(db=self._databases.state) as cursor:
                     cursor.putmulti(_RESERVE)
@@ -144,6 +175,19 @@ class Catalog:
                 for key, _ in _RESERVE:
                     txn.delete(key, db=self._databases.state)
         self._active = space.active
+
+    @contextmanager
+    def _distrusting(self) -> Iterator[None]:
+        """Note damage that comes to light, lest it stay for ever."""
+        try:
+            yield
+        except (BackendCorruptError, CatalogDamagedError) as error:
+            self._env.distrust(str(error))
+            raise
+        except (struct.error, OverflowError) as error:
+            damage = CatalogDamagedError(f"a number is out of range ({error})")
+            self._env.distrust(str(damage))
+            raise damage from error
 
     def is_owner_dead(self, owner: int) -> bool:
         """Say whether the process that had this owner id is gone."""
@@ -167,7 +211,7 @@ class Catalog:
             state = Space.read_state(txn, self._databases)
             record_count = txn.stat(db=self._databases.records)["entries"]
         if state is None:
-            raise CatalogError("catalog: the state row is missing; remove the tier's directory")
+            raise CatalogDamagedError("the state row is missing")
         fixed_bytes = self._config.capacity_bytes - self.space_pages() * PAGE_BYTES
         return SecondaryStats(
             record_count=record_count,
@@ -203,13 +247,23 @@ class Catalog:
         self._env.close()
 
 
+def _verify_rows(txn: Transaction, databases: Databases, geometry: SpaceGeometry) -> None:
+    problems = check_catalog(txn, databases, geometry)
+    if problems:
+        raise CatalogDamagedError(problems[0])
+
+
 def _enter_state(
-    txn: Transaction, databases: Databases, config: SecondaryConfig, rank_count: int
+    txn: Transaction, databases: Databases, config: SecondaryConfig, geometry: SpaceGeometry
 ) -> StateRow:
     backend = _BACKENDS.index(config.backend)
+    rank_count = geometry.rank_count
     state = Space.read_state(txn, databases)
     if state is None:
-        return StateRow(FORMAT_VERSION, backend, rank_count)
+        state = StateRow(FORMAT_VERSION, backend, rank_count)
+        release_orphans(txn, databases, state, stored_segments(config, geometry))
+        return state
+    verify_sums(txn, databases, state)
     where = f"secondary {config.name!r}: path {config.path}"
     if state.format_version != FORMAT_VERSION:
         raise CatalogError(
@@ -233,6 +287,8 @@ def _enter_manifest(
     txn: Transaction, databases: Databases, config: SecondaryConfig, manifest: Manifest
 ) -> None:
     stored = txn.get(manifest.namespace, db=databases.namespaces)
+    if stored is not None and namespace_of(stored) != manifest.namespace:
+        raise CatalogDamagedError("a manifest does not give its namespace")
     if stored is None:
         with txn.cursor(db=databases.namespaces) as others:
             difference = manifest.nearest_difference(bytes(json) for _, json in others)

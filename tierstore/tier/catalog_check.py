@@ -5,8 +5,10 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from tierstore.errors import CatalogDamagedError
 from tierstore.geometry import SpaceGeometry, segment_overhead_pages
 from tierstore.lmdb_env import Transaction
+from tierstore.manifest import namespace_of
 from tierstore.tier.catalog_schema import (
     ORDER_PAGES_BYTES,
     Databases,
@@ -20,7 +22,7 @@ from tierstore.tier.catalog_schema import (
 )
 from tierstore.tier.space import Space
 
-__all__ = ["check_catalog"]
+__all__ = ["check_catalog", "verify_sums"]
 
 _PROBLEMS_MAX = 100
 
@@ -37,6 +39,30 @@ def check_catalog(txn: Transaction, databases: Databases, geometry: SpaceGeometr
     if state is None:
         return ["the state row is missing"]
     return _Check(txn, databases, geometry, state).run()[:_PROBLEMS_MAX]
+
+
+def verify_sums(txn: Transaction, databases: Databases, state: StateRow) -> None:
+    """Compare the state row with the rows that it sums up and counts.
+
+    O(segments); a sum that is too small would let the tier outgrow its capacity.
+
+    Raises:
+        CatalogDamagedError: they contradict each other.
+    """
+    with txn.cursor(db=databases.segments) as cursor:
+        rows = [SegmentRow.unpack(value) for _, value in cursor]
+    if state.charged_pages != sum(row.charged_pages * row.rank_count for row in rows):
+        raise CatalogDamagedError("the charged pages of its segments do not add up")
+    if state.pending_pages != sum(row.pending_pages * row.rank_count for row in rows):
+        raise CatalogDamagedError("the pending pages of its segments do not add up")
+    for database, next_number in (
+        (databases.order, state.next_sequence),
+        (databases.segments, state.next_segment),
+        (databases.pending, state.next_pending),
+    ):
+        with txn.cursor(db=database) as cursor:
+            if cursor.last() and int.from_bytes(cursor.key(), "big") >= next_number:
+                raise CatalogDamagedError("a row is younger than the next one would be")
 
 
 class _Check:
@@ -62,12 +88,20 @@ class _Check:
 
     def run(self) -> list[str]:
         return [
+            *self._manifest_problems(),
             *self._order_problems(),
             *self._record_problems(),
             *self._overlap_problems(),
             *self._segment_problems(),
             *self._state_problems(),
         ]
+
+    def _manifest_problems(self) -> Iterator[str]:
+        """Manifests give the namespaces under which they are stored."""
+        with self._txn.cursor(db=self._databases.namespaces) as cursor:
+            for namespace, manifest in cursor:
+                if namespace_of(manifest) != namespace:
+                    yield f"the manifest of namespace {namespace.hex()} gives another one"
 
     def _order_problems(self) -> Iterator[str]:
         """Records and order name each other, one to one."""

@@ -2,6 +2,7 @@
 
     state       b"state"                 -> StateRow
     namespaces  namespace (8)            -> manifest, canonical JSON in full
+    epochs      namespace (8)            -> owner (u32 LE): the one process that asks for it
     records     key                      -> RECORD_DTYPE: place, sequence, uses
     order       sequence (u64 BE)        -> pages of the record (u32 LE) + key; oldest first
     extents     segment, header page (u32 BE each) -> ExtentRow; only extents with a live record
@@ -18,13 +19,14 @@ from typing import ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.errors import CatalogError
+from tierstore.errors import CatalogDamagedError
 from tierstore.lmdb_env import LmdbEnv
 from tierstore.record import PLACE_DTYPE
 
 __all__ = [
     "EXTENT_DTYPE",
     "ORDER_PAGES_BYTES",
+    "OWNER_BYTES",
     "RECORD_DTYPE",
     "RUN_DTYPE",
     "Databases",
@@ -48,6 +50,7 @@ EXTENT_DTYPE = np.dtype(
 )
 RUN_DTYPE = np.dtype([("segment", "<u4"), ("first_page", "<u4"), ("page_count", "<u4")])
 ORDER_PAGES_BYTES = 4
+OWNER_BYTES = 4
 
 segment_key = struct.Struct(">I").pack
 wide_key = struct.Struct(">Q").pack
@@ -68,11 +71,11 @@ def decode_records(values: list[bytes]) -> RowArray:
     """Return the values of `records` as one writable array.
 
     Raises:
-        CatalogError: a value does not have the length of a row.
+        CatalogDamagedError: a value does not have the length of a row.
     """
     rows = bytearray().join(values)
     if len(rows) != len(values) * RECORD_DTYPE.itemsize:
-        raise CatalogError("catalog: a record row is damaged; remove the tier's directory")
+        raise CatalogDamagedError("a record row is damaged")
     return np.frombuffer(rows, dtype=RECORD_DTYPE)
 
 
@@ -82,6 +85,7 @@ class Databases:
     def __init__(self, env: LmdbEnv) -> None:
         self.state = env.database(b"state")
         self.namespaces = env.database(b"namespaces")
+        self.epochs = env.database(b"epochs")
         self.records = env.database(b"records")
         self.order = env.database(b"order")
         self.extents = env.database(b"extents")
@@ -98,9 +102,8 @@ class _Row:
     @classmethod
     def unpack(cls, value: bytes) -> Self:
         if len(value) != cls._LAYOUT.size:
-            raise CatalogError(
-                f"catalog: a {cls.__name__} has {len(value)} bytes, expected {cls._LAYOUT.size}; "
-                "remove the tier's directory"
+            raise CatalogDamagedError(
+                f"a {cls.__name__} has {len(value)} bytes, expected {cls._LAYOUT.size}"
             )
         return cls(*cls._LAYOUT.unpack(value))
 
@@ -190,15 +193,15 @@ class PendingRow:
         """Return the row.
 
         Raises:
-            CatalogError: the lengths do not fit.
+            CatalogDamagedError: the lengths do not fit.
         """
         if len(value) < cls._HEAD.size:
-            raise CatalogError("catalog: a pending row is damaged; remove the tier's directory")
+            raise CatalogDamagedError("a pending row is damaged")
         owner, extent_count, run_count, empty_count = cls._HEAD.unpack_from(value)
         runs_at = cls._HEAD.size + extent_count * EXTENT_DTYPE.itemsize
         empty_at = runs_at + run_count * RUN_DTYPE.itemsize
         if len(value) != empty_at + 4 * empty_count:
-            raise CatalogError("catalog: a pending row is damaged; remove the tier's directory")
+            raise CatalogDamagedError("a pending row is damaged")
         return cls(
             owner,
             np.frombuffer(value, EXTENT_DTYPE, extent_count, cls._HEAD.size),

@@ -7,12 +7,13 @@ from itertools import compress
 
 import numpy as np
 
-from tierstore.errors import CatalogError
+from tierstore.errors import CatalogDamagedError
 from tierstore.geometry import SpaceGeometry
 from tierstore.key import NAMESPACE_BYTES, Namespace, OffloadKey
 from tierstore.lmdb_env import Transaction
 from tierstore.tier.catalog_schema import (
     ORDER_PAGES_BYTES,
+    OWNER_BYTES,
     RECORD_DTYPE,
     Databases,
     PendingRow,
@@ -163,7 +164,7 @@ class CatalogTxn:
             return 0
         values = list(map(partial(self._txn.pop, db=self._databases.records), keys))
         if None in values:
-            raise CatalogError("catalog: order names a key without a record; remove the tier")
+            raise CatalogDamagedError("order names a key without a record")
         for _ in map(partial(self._txn.delete, db=self._databases.order), sequences):
             pass
         self._free(decode_records(values))  # type: ignore[arg-type]
@@ -171,8 +172,26 @@ class CatalogTxn:
         self.space.state.evicted_count += len(keys)
         return len(keys)
 
+    def begin_epoch(self, namespace: Namespace, manifest_json: bytes) -> None:
+        """Enter a namespace that only this owner asks for."""
+        self._txn.put(namespace, manifest_json, db=self._databases.namespaces)
+        owner = self.space.owner.to_bytes(OWNER_BYTES, "little")
+        self._txn.put(namespace, owner, db=self._databases.epochs)
+
+    def dead_epochs(self, is_dead: Callable[[int], bool]) -> list[Namespace]:
+        """Return the namespaces whose only owner is dead."""
+        with self._txn.cursor(db=self._databases.epochs) as cursor:
+            return [
+                Namespace(bytes(namespace))
+                for namespace, owner in cursor
+                if is_dead(int.from_bytes(owner, "little"))
+            ]
+
     def forget_namespace(self, namespace: Namespace, count_max: int) -> bool:
-        """Remove up to `count_max` records of a namespace; say whether there may be more."""
+        """Remove up to `count_max` records of a namespace; say whether there may be more.
+
+        An epoch without records is over.
+        """
         keys: list[OffloadKey] = []
         with self._txn.cursor(db=self._databases.records) as cursor:
             if cursor.set_range(namespace):
@@ -181,7 +200,10 @@ class CatalogTxn:
                         break
                     keys.append(OffloadKey(key))
         self.remove(keys)
-        return len(keys) == count_max
+        has_more = len(keys) == count_max
+        if not has_more and self._txn.delete(namespace, db=self._databases.epochs):
+            self._txn.delete(namespace, db=self._databases.namespaces)
+        return has_more
 
     def adopt_dead(
         self, is_dead: Callable[[int], bool], *, with_idle_releases: bool = False
@@ -245,7 +267,7 @@ class CatalogTxn:
     def _delete_order(self, records: RowArray) -> None:
         delete = partial(self._txn.delete, db=self._databases.order)
         if not all(map(delete, map(wide_key, records["sequence"].tolist()))):
-            raise CatalogError("catalog: a record is missing in the order; remove the tier")
+            raise CatalogDamagedError("a record is missing in the order")
 
     def _free(self, records: RowArray) -> None:
         places = records["place"]

@@ -57,9 +57,12 @@ class Promotions:
         self._late: dict[JobId, _Late] = {}
 
     def find(
-        self, job_id: JobId, group_idx: int, missing: Sequence[OffloadKey]
-    ) -> list[Promote] | None:
-        """Find every key in some tier, with slots yet to be given; None: one is nowhere."""
+        self, group_idx: int, missing: Sequence[OffloadKey]
+    ) -> tuple[list[Promote], Sequence[OffloadKey]]:
+        """Find keys in the tiers, with slots yet to be given; also return those that are nowhere.
+
+        One read transaction per tier that has to be asked.
+        """
         promotes: list[Promote] = []
         for tier_idx, secondary in enumerate(self._secondaries):
             if not missing:
@@ -75,7 +78,6 @@ class Promotions:
             if keys:
                 promotes.append(
                     Promote(
-                        job_id=job_id,
                         tier_idx=tier_idx,
                         group_idx=group_idx,
                         keys=tuple(keys),
@@ -83,7 +85,7 @@ class Promotions:
                         slots=np.empty(0, np.int64),
                     )
                 )
-        return None if missing else promotes
+        return promotes, missing
 
     def finish(self, reservation: LoadReservation, done: TransferDone) -> None:
         """Commit what arrived, drop what failed; chunks that are late stay arriving."""

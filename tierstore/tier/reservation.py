@@ -1,7 +1,11 @@
 """What the tier stack answers: where chunks are, and what was set aside for a transfer."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Self
+
+import numpy as np
 
 from tierstore.key import OffloadKey
 from tierstore.transfer import IntArray, JobId, Promote
@@ -34,11 +38,41 @@ class OffloadReservation:
 
 @dataclass(frozen=True, slots=True)
 class LoadReservation:
-    """Pinned or arriving slots for every asked key, and the promotes that fill the latter."""
+    """Pinned or arriving slots for keys, and the promotes that fill the latter."""
 
     job_id: JobId
+    keys: tuple[tuple[OffloadKey, ...], ...]
+    """Per asked group, in the order asked: all of its keys, or those that could be had."""
     slots: tuple[IntArray, ...]
-    """Per asked group, in the order of its keys."""
+    """Of the keys."""
     promotes: tuple[Promote, ...]
     pinned: tuple[OffloadKey, ...]
     """The chunks that were resident already, head first."""
+
+    @classmethod
+    def of(
+        cls,
+        job_id: JobId,
+        groups: Sequence[tuple[Sequence[OffloadKey], Sequence[int | None]]],
+        promotes: Sequence[Promote],
+        pinned: tuple[OffloadKey, ...],
+    ) -> Self:
+        """Fill in the slots that promotes were given; `groups` are keys with those they had."""
+        given = {
+            key: slot
+            for promote in promotes
+            for key, slot in zip(promote.keys, promote.slots.tolist(), strict=True)
+        }
+        return cls(
+            job_id=job_id,
+            keys=tuple(tuple(keys) for keys, _ in groups),
+            slots=tuple(
+                np.array(
+                    [given[k] if s is None else s for k, s in zip(keys, slots, strict=True)],
+                    np.int64,
+                )
+                for keys, slots in groups
+            ),
+            promotes=tuple(promotes),
+            pinned=pinned,
+        )

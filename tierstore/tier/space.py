@@ -6,7 +6,7 @@ records stay charged until every rank has given them back.
 
 import numpy as np
 
-from tierstore.errors import CatalogError
+from tierstore.errors import CatalogDamagedError
 from tierstore.geometry import SpaceGeometry, segment_overhead_pages
 from tierstore.lmdb_env import Transaction
 from tierstore.record import EXTENT_RECORDS_MAX
@@ -31,8 +31,6 @@ _STATE_KEY = b"state"
 _EXTENT_PAGES_MAX = 1024
 """Longer extents of large records would be written and read by one thread while others idle."""
 
-_DAMAGED = "remove the tier's directory; it is rebuilt from nothing"
-
 
 class Space:
     """The space rows of one transaction, read on first use and written back by `flush`."""
@@ -54,7 +52,7 @@ class Space:
         """The segment that this owner appends to; the caller keeps it between transactions."""
         value = txn.get(_STATE_KEY, db=databases.state)
         if value is None:
-            raise CatalogError(f"catalog: the state row is missing; {_DAMAGED}")
+            raise CatalogDamagedError("the state row is missing")
         self.state = StateRow.unpack(value)
         self._segments: dict[int, SegmentRow | None] = {}
         self._extents: dict[int, ExtentRow | None] = {}
@@ -76,11 +74,11 @@ class Space:
         """Return the row of a segment, to be changed in place.
 
         Raises:
-            CatalogError: there is none.
+            CatalogDamagedError: there is none.
         """
         row = self.find_segment(segment)
         if row is None:
-            raise CatalogError(f"catalog: segment {segment} is unknown; {_DAMAGED}")
+            raise CatalogDamagedError(f"segment {segment} is unknown")
         return row
 
     def find_segment(self, segment: int) -> SegmentRow | None:
@@ -185,7 +183,7 @@ class Space:
         for key, count in zip(unique.tolist(), counts.tolist(), strict=True):
             row = self._extent(key)
             if row.live_count < count:
-                raise CatalogError(f"catalog: extent {key:#x} frees too many; {_DAMAGED}")
+                raise CatalogDamagedError(f"extent {key:#x} frees too many")
             row.live_count -= count
             if row.live_count == 0:
                 self._extents[key] = None
@@ -309,7 +307,7 @@ class Space:
         if row is None:
             value = self._txn.get(wide_key(key), db=self._databases.extents)
             if value is None or key in self._extents:
-                raise CatalogError(f"catalog: extent {key:#x} is unknown; {_DAMAGED}")
+                raise CatalogDamagedError(f"extent {key:#x} is unknown")
             row = self._extents[key] = ExtentRow.unpack(value)
         return row
 
@@ -320,7 +318,7 @@ class Space:
         for segment, pages in zip(segments.tolist(), sums.astype(np.int64).tolist(), strict=True):
             row = self.segment(segment)
             if row.held_pages < pages:
-                raise CatalogError(f"catalog: segment {segment} frees too much; {_DAMAGED}")
+                raise CatalogDamagedError(f"segment {segment} frees too much")
             row.held_pages -= pages
             self._add_pending_pages(row, pages)
             self._shrunk.add(segment)
@@ -339,7 +337,7 @@ class Space:
 
     def _uncharge(self, row: SegmentRow, pages: int) -> None:
         if min(row.pending_pages, row.charged_pages) < pages:
-            raise CatalogError(f"catalog: a release of {pages} pages exceeds what is pending")
+            raise CatalogDamagedError(f"a release of {pages} pages exceeds what is pending")
         row.pending_pages -= pages
         row.charged_pages -= pages
         self.state.pending_pages -= pages * row.rank_count
