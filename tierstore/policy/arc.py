@@ -7,7 +7,7 @@ aims at; c is the capacity.
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain, compress, repeat
-from operator import not_
+from operator import not_, or_
 from typing import NamedTuple
 
 from tierstore.key import OffloadKey
@@ -111,7 +111,7 @@ class ArcPolicy:
             self._plan = incoming, found, t1_count, None
             return found
         cold = self._t1.peek(count, pinned), self._t2.peek(count, pinned)
-        steps = self._replay(digests, (len(self._t1), len(self._t2)), cold, count)
+        steps = self._misses(digests, (len(self._t1), len(self._t2)), cold, count)
         self._plan = incoming, steps.victims, steps.t1_victim_count, (digests, steps.p)
         return steps.victims
 
@@ -136,7 +136,7 @@ class ArcPolicy:
             digests = _digests(incoming)
             if not self._no_ghost_in(digests):
                 self._expect(digests)
-                self._p = self._replay(digests, sizes, (t1_victims, t2_victims), len(keys)).p
+                self._p = self._misses(digests, sizes, (t1_victims, t2_victims), len(keys)).p
         self._b1.push(_digests(t1_victims), repeat(0))
         self._b2.push(_digests(t2_victims), repeat(0))
         return slots
@@ -162,14 +162,20 @@ class ArcPolicy:
     def _insert_ghosts(
         self, keys: Sequence[OffloadKey], slots: Sequence[int], digests: Sequence[int]
     ) -> None:
+        b1, b2 = self._b1.table, self._b2.table
+        if all(map(or_, map(b1.__contains__, digests), map(b2.__contains__, digests))):
+            # What left together comes back together, and only strangers drop old ghosts.
+            self._b1.pop_present(digests)
+            self._b2.pop_present(digests)
+            self._t2.push(keys, slots)
+            return
         steps = self._replay(digests, (len(self._t1), len(self._t2)), ((), ()), 0)
         self._b1.pop_present(list(steps.gone))
         self._b2.pop_present(list(steps.gone))
         was_ghost = steps.was_ghost
+        was_stranger = list(map(not_, was_ghost))
         self._t2.push(list(compress(keys, was_ghost)), compress(slots, was_ghost))
-        if not all(was_ghost):
-            was_stranger = [not flag for flag in was_ghost]
-            self._t1.push(list(compress(keys, was_stranger)), compress(slots, was_stranger))
+        self._t1.push(list(compress(keys, was_stranger)), compress(slots, was_stranger))
 
     def _expect(self, digests: Sequence[int]) -> None:
         self._returning.update(digests)
@@ -212,6 +218,20 @@ class ArcPolicy:
         return (not b1 or b1.keys().isdisjoint(digests)) and (
             not b2 or b2.keys().isdisjoint(digests)
         )
+
+    def _misses(
+        self,
+        incoming: Sequence[int],
+        sizes: tuple[int, int],
+        cold: tuple[Sequence[OffloadKey], Sequence[OffloadKey]],
+        count: int,
+    ) -> "_Misses":
+        is_plenty = len(cold[0]) == len(cold[1]) == count == len(incoming)
+        if is_plenty:
+            in_b1s = list(map(self._b1.table.__contains__, incoming))
+            if all(map(or_, in_b1s, map(self._b2.table.__contains__, incoming))):
+                return self._replay_ghosts(in_b1s, sizes, cold)
+        return self._replay(incoming, sizes, cold, count).misses
 
     def _replay(  # noqa: C901 - a function per case would be called once per key, the main cost
         self,
@@ -273,7 +293,41 @@ class ArcPolicy:
             elif b2_size and t1_size + t2_size + b1_size + b2_size > 2 * c:
                 b2_size -= 1
                 next(b2_oldest, None)
-        return _Replay(p, victims, t1_victim_count, was_ghost, gone)
+        return _Replay(_Misses(p, victims, t1_victim_count), was_ghost, gone)
+
+    def _replay_ghosts(
+        self,
+        in_b1s: Iterable[bool],
+        sizes: tuple[int, int],
+        cold: tuple[Sequence[OffloadKey], Sequence[OffloadKey]],
+    ) -> "_Misses":
+        """Do as `_replay` where every miss is a ghost and evicts, and there is plenty of both.
+
+        No stranger comes, so no old ghost is dropped, and neither list of victims ends.
+        """
+        c, p, t1_size = self._c, self._p, sizes[0]
+        b1_size, b2_size = len(self._b1), len(self._b2)
+        turns: list[bool] = []
+        for in_b1 in in_b1s:
+            if in_b1:
+                p += b2_size / b1_size if b2_size > b1_size else 1.0
+                if p > c:  # noqa: PLR1730 - a call would cost as much as the rest
+                    p = c
+                b1_size -= 1
+                from_t1 = t1_size > p
+            else:
+                p -= b1_size / b2_size if b1_size > b2_size else 1.0
+                if p < 0.0:  # noqa: PLR1730 - as above
+                    p = 0.0
+                b2_size -= 1
+                from_t1 = t1_size >= p
+            if from_t1:
+                t1_size -= 1
+                b1_size += 1
+            else:
+                b2_size += 1
+            turns.append(from_t1)
+        return _Misses(p, _in_turns(turns, *cold), turns.count(True))
 
     def _trim(self) -> None:
         b1_size, b2_size = len(self._b1.table), len(self._b2.table)
@@ -287,16 +341,35 @@ class ArcPolicy:
             self._b2.pop(self._b2.peek(excess))
 
 
-class _Replay(NamedTuple):
-    """What a batch of misses does."""
+class _Misses(NamedTuple):
+    """What a batch of misses does before its keys arrive."""
 
     p: float
     victims: list[OffloadKey]
     t1_victim_count: int
+
+
+class _Replay(NamedTuple):
+    """What a batch of misses does."""
+
+    misses: _Misses
     was_ghost: list[bool]
     """Per incoming key: it goes to T2, not T1."""
     gone: dict[int, None]
     """What leaves B1 and B2: the ghosts among the incoming, and the oldest that are dropped."""
+
+
+def _in_turns(
+    turns: Sequence[bool], t1_cold: Sequence[OffloadKey], t2_cold: Sequence[OffloadKey]
+) -> list[OffloadKey]:
+    """Return the next key of T1 for each True, of T2 for each False."""
+    t1_count = turns.count(True)
+    if t1_count == len(turns):
+        return list(t1_cold[:t1_count])
+    if not t1_count:
+        return list(t2_cold[: len(turns)])
+    t1_next, t2_next = iter(t1_cold), iter(t2_cold)
+    return [next(t1_next) if from_t1 else next(t2_next) for from_t1 in turns]
 
 
 def _drop_oldest(ghosts: KeyQueue[int], count: int, gone: dict[int, None]) -> Iterator[int]:
