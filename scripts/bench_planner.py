@@ -7,7 +7,8 @@
                    pin + release + touch    of resident chunks
                    reserve + commit         of chunks never seen, and of evicted ones (again)
     catalog    Lookups, opening with the first lookup, and bytes per record.
-    step       The scheduler's side of an engine step with 256 requests of 8192 tokens.
+    step       The scheduler's side of an engine step with 256 requests of 8192 tokens: the hooks as
+               vLLM's scheduler calls them, with vLLM's own objects (needs vLLM).
 
 Figures are medians, with the fastest and the slowest run beside them.
 """
@@ -22,10 +23,10 @@ import statistics
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import cast
 
 from _bench_catalog import measure_catalog
 from _bench_primary import Eviction, Subject, Tierstore, Vllm, measure
-from _bench_step import measure_steps
 
 RUN_COUNT = 5
 
@@ -76,24 +77,40 @@ def bench_catalog(record_count: int, sizes: list[int], directory: Path) -> dict[
     return result
 
 
-def bench_step(step_count: int, directory: Path, *, with_disk: bool) -> dict[str, object]:
+def bench_step(step_count: int, directory: Path, tiers: str) -> list[object]:
     """Measure the steps of a busy engine, and print them."""
+    from _bench_step import Tiers, measure_steps
+
     with tempfile.TemporaryDirectory(dir=directory) as name:
-        times = measure_steps(Path(name), step_count, with_disk=with_disk)
-    milliseconds = sorted(1e3 * seconds for seconds in times.seconds)
-    result: dict[str, object] = {
-        f"p{percent}_ms": milliseconds[len(milliseconds) * percent // 100]
-        for percent in (50, 90, 99)
-    }
-    result |= {
-        "secondary": with_disk,
-        "steps": step_count,
-        "max_ms": milliseconds[-1],
-        "gc_max_ms": 1e3 * max(times.gc_seconds),
-    }
-    print(f"\nstep, memory{' and disk' if with_disk else ''}")
-    print("  " + "  ".join(f"{name} {value:.3g}" for name, value in result.items()), flush=True)
-    return result
+        results = measure_steps(Path(name), step_count, cast("Tiers", tiers))
+    print(
+        f"\nstep, {tiers}, {step_count} steps of each; milliseconds: median, 99th of 100, longest"
+    )
+    rows: list[object] = []
+    for scenario, times in results.items():
+        row: dict[str, object] = {
+            "tiers": tiers,
+            "scenario": scenario,
+            "wall_ms": percentiles(times.seconds),
+            "cpu_ms": percentiles(times.cpu_seconds),
+            "gc_ms": percentiles(times.gc_seconds),
+            "waits_per_step": statistics.mean(times.wait_counts),
+            "chunks_per_step": statistics.mean(times.chunks),
+            "hooks_ms": {hook: percentiles(seconds) for hook, seconds in times.hooks.items()},
+        }
+        rows.append(row)
+        columns = [f"{name} {value}" for name, value in row.items() if name.endswith("_ms")][:3]
+        print(
+            f"  {scenario:43} {'  '.join(columns)}  waits {row['waits_per_step']:.2f}", flush=True
+        )
+    return rows
+
+
+def percentiles(seconds: list[float]) -> list[float]:
+    """Return the median, the 99th of 100 and the longest, in milliseconds."""
+    ordered = sorted(1e3 * value for value in seconds)
+    positions = (len(ordered) // 2, len(ordered) * 99 // 100, -1)
+    return [round(ordered[position], 3) for position in positions]
 
 
 def summary(values: Iterable[float]) -> str:
@@ -125,6 +142,8 @@ def main() -> None:
     add("--sizes", type=int, nargs="+", default=[1, 16, 256, 4096], help="chunks per call")
     add("--records", type=int, nargs="+", default=[1_000_000])
     add("--steps", type=int, default=500)
+    tiers = ["memory", "disk", "disk+worker"]
+    add("--tiers", nargs="+", choices=tiers, default=tiers, help="of the steps")
     add("--directory", type=Path, help="where catalogs are made; 0.3 GB per million records")
     add("--json", type=Path, help="write all values to this file")
     arguments = parser.parse_args()
@@ -146,10 +165,11 @@ def main() -> None:
         for count in arguments.records:
             results["catalog"].append(bench_catalog(count, arguments.sizes, arguments.directory))
     if "step" in results:
-        for with_disk in (False, True):
-            results["step"].append(
-                bench_step(arguments.steps, arguments.directory, with_disk=with_disk)
-            )
+        for tiers in arguments.tiers:
+            if vllm_version():
+                results["step"] += bench_step(arguments.steps, arguments.directory, tiers)
+            else:
+                print(f"\nstep, {tiers}: not measured, vLLM is not installed")
     if arguments.json:
         arguments.json.write_text(json.dumps({"conditions": conditions, "results": results}))
 

@@ -4,10 +4,12 @@
 
 Each family is a tiny model with random weights (tests/vllm/family_configs.py). Five engines run one
 after the other: without tierstore; with it, first cold, then with vLLM's own cache emptied; with a
-cache so small that requests are preempted; a new process on the same disk; a new process on a
-damaged copy of it. A cell is `yes` if all answers are those of the engine without tierstore and
-the tokens that came from a cache are those that vLLM's own cache gives for the same prompts; a row
-only stands if every engine could be reset at its end, which one that leaked a block cannot.
+cache so small that requests are preempted; a new process on the same disk, in which requests are
+then aborted after 0, 1, 2, ... steps while loads are slow, and the prompts asked once more; a new
+process on a damaged copy of the disk. A cell is `yes` if all answers are those of the engine
+without tierstore and the tokens that came from a cache are those that vLLM's own cache gives for
+the same prompts; a row only stands if every engine could be reset at its end, which one that leaked
+a block cannot. Answers are compared up to a near tie; how many tokens that are stands in the row.
 Results are kept per family as JSON, so a run can be continued. `--write` puts the table of all
 results in the folder into adapters/vllm/README.md.
 """
@@ -18,20 +20,25 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "vllm"))
 
 from engine import EngineResult, Round, run_engine  # noqa: E402 - the tests' harness
-from family_configs import CONFIGS  # noqa: E402
+from family_configs import CONFIGS, ENGINE_ARGUMENTS  # noqa: E402
 from scenario import Scenario, assert_same_answers, tier_config  # noqa: E402
 from tiny_models import DTYPES, build_model  # noqa: E402
 
-COLUMNS = ("cold", "memory", "disk", "preempted", "failed load")
+COLUMNS = ("cold", "memory", "disk", "preempted", "aborted", "failed load")
+STAGES = ("waiting", "loading", "decoding")
+"""Requests of each must be among the aborted ones."""
+ABORTED_COUNT = 4
+"""Prompts of a batch that is aborted: the longest ones."""
 NOISE = {"float32": 1e-3, "bfloat16": 0.05}
 """By how much logprobs of two runs without tierstore differ, as their batches differ."""
-SMALL_CACHE_BLOCKS = (48, 80, 160)
+SMALL_CACHE_BLOCKS = (24, 48, 88, 104, 160)
 TOO_SMALL = "To serve at least one request"
 SHORTEST = 129
 DAMAGE_EVERY_BYTES = 64 << 10
@@ -44,18 +51,25 @@ class Family:
 
     def __init__(self, name: str, folder: Path) -> None:
         self._noise = NOISE[DTYPES[name]]
+        self._arguments = ENGINE_ARGUMENTS.get(name, {})
         self._folder = folder
         self._scenario = Scenario(build_model(name, folder), DTYPES[name], alignment_tokens=1)
         prompts = [prompt for prompt in self._scenario.first if len(prompt) >= SHORTEST]
+        cold = Round(prompts=prompts, max_tokens=16, one_by_one=True)
+        longest = sorted(prompts, key=len)[-ABORTED_COUNT:]
         self._rounds = {
-            "cold": Round(prompts=prompts, max_tokens=16, one_by_one=True),
-            "again": Round(prompts=prompts, max_tokens=16, one_by_one=True, reset=False),
+            "cold": cold,
+            "again": replace(cold, reset=False),
+            "memory": cold,
+            "aborted": Round(prompts=longest, max_tokens=16, aborts=True),
+            "after": cold,
             "crowd": Round(prompts=[prompt[:260] for prompt in prompts], max_tokens=64),
         }
         self._config = tier_config("file", folder / "tier")
+        self._compared_count = self._answered_count = 0
 
     def run(self) -> dict[str, str]:
-        """Run all engines; return a cell per column, and `kv` with what tierstore says it keeps."""
+        """Run all engines; return a cell per column, and two that say how much was seen."""
         reference = self._engine("cold", "again", "crowd", config=None)
         expected = [answer.cached for answer in reference.rounds["again"]]
         if not any(expected):
@@ -68,15 +82,25 @@ class Family:
             "memory": self._cell(first, "memory", reference, expected),
         }
         shutil.copytree(self._folder / "tier", self._folder / "damaged")
-        disk = self._engine("memory", config=self._config)
+        disk = self._engine(
+            "memory", "aborted", "after", config=self._config, connector="slow.SlowConnector"
+        )
         cells["disk"] = self._cell(disk, "memory", reference, expected)
+        cells["aborted"] = self._cell(disk, "after", reference, expected)
+        for stage in STAGES:
+            if not disk.metrics.get(f"aborted{{{stage}}}"):
+                cells["aborted"] = f"NO: none was {stage}"
         _damage(self._folder / "damaged")
         lost = self._engine("memory", config=tier_config("file", self._folder / "damaged"))
         cells["failed load"] = self._cell(lost, "memory", reference, None)
         if not lost.metrics.get("tierstore_failed_loads"):
             cells["failed load"] = "no load failed"
         cells["preempted"] = self._preempted(reference)
-        return {"cached tokens": f"{sum(expected):,}", **cells}
+        return {
+            "cached tokens": f"{sum(expected):,}",
+            "compared tokens": f"{self._compared_count:,} of {self._answered_count:,}",
+            **cells,
+        }
 
     def _preempted(self, reference: EngineResult) -> str:
         """Run the crowd in the smallest of some caches in which vLLM takes the longest request."""
@@ -95,10 +119,13 @@ class Family:
             return cell if result.metrics.get("num_preemptions") else f"{cell} (none was)"
         return f"not run ({cause[:60]})"
 
-    def _engine(self, *names: str, **changes: object) -> EngineResult:
-        rounds = {name: self._rounds["cold" if name == "memory" else name] for name in names}
+    def _engine(
+        self, *names: str, engine: dict[str, object] | None = None, **changes: object
+    ) -> EngineResult:
+        rounds = {name: self._rounds[name] for name in names}
         # Nothing but a reset, which an engine that leaked a block refuses.
         rounds["leaks"] = Round(prompts=[], one_by_one=True)
+        changes |= {"engine": self._arguments | (engine or {})}
         job = self._scenario.job(rounds, workarounds=True, separate_process=False, **changes)
         return run_engine(job, self._folder, timeout_seconds=400)
 
@@ -107,8 +134,11 @@ class Family:
     ) -> str:
         """Compare a round with the reference."""
         theirs = "crowd" if name == "crowd" else "cold"
+        self._answered_count += sum(len(answer.tokens) for answer in reference.rounds[theirs])
         try:
-            assert_same_answers(result, name, reference, theirs, self._noise)
+            self._compared_count += assert_same_answers(
+                result, name, reference, theirs, self._noise
+            )
         except AssertionError as error:
             return f"NO: {str(error).splitlines()[0]}"
         cached = [answer.cached for answer in result.rounds[name]]
@@ -138,7 +168,7 @@ def _damage(tier: Path) -> None:
 
 def table_of(folder: Path) -> str:
     """Lay all results out as Markdown."""
-    head = ("family", "cached tokens", *COLUMNS)
+    head = ("family", "cached tokens", "compared tokens", *COLUMNS)
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     notes = []
     for name in CONFIGS:

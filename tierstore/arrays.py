@@ -1,15 +1,16 @@
-"""The embedded caller's chunks as rows of bytes, and slots as runs of adjacent rows."""
+"""The embedded caller's chunks: of one group, as rows of bytes; and slots as adjacent rows."""
 
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.layout import PAGE_BYTES
+from tierstore.key import OffloadKey, get_offload_group_idx
+from tierstore.layout import PAGE_BYTES, GroupKind, GroupSpec
 from tierstore.transfer import IntArray
 
-__all__ = ["ByteArray", "Rows", "adjacent_runs", "byte_rows"]
+__all__ = ["ByteArray", "Rows", "adjacent_runs", "byte_rows", "one_group", "slot_rows"]
 
 ByteArray = npt.NDArray[np.uint8]
 Rows = ByteArray | list[ByteArray]
@@ -24,43 +25,89 @@ def adjacent_runs(slots: IntArray, slot_bytes: int) -> list[tuple[int, int]]:
     return list(pairwise([0, *cuts.tolist(), len(slots)]))
 
 
+def slot_rows(pool: ByteArray, spec: GroupSpec, slot: int, count: int) -> ByteArray:
+    """View `count` adjacent slots of a group as an array (count, chunk_bytes)."""
+    start = slot * PAGE_BYTES
+    flat = pool[start : start + count * spec.slot_bytes]
+    return flat.reshape(count, spec.slot_bytes)[:, : spec.chunk_bytes]
+
+
+def one_group(keys: Sequence[OffloadKey], specs: Sequence[GroupSpec]) -> int:
+    """Return the index of the one group that the keys are of; 0 if there are none.
+
+    Raises:
+        ValueError: they are of several groups, or of one that is not cached.
+    """
+    group_indices = set(map(get_offload_group_idx, keys)) or {0}
+    if len(group_indices) > 1:
+        raise ValueError(f"keys: expected one group per call, got {sorted(group_indices)}")
+    (group_idx,) = group_indices
+    if group_idx >= len(specs) or specs[group_idx].kind is GroupKind.UNCACHED:
+        raise ValueError(f"keys: group {group_idx} is not cached by this manifest")
+    return group_idx
+
+
 def byte_rows(array: object, count: int, chunk_bytes: int, *, writable: bool = False) -> Rows:
     """View the caller's chunks as rows of bytes, without a copy.
 
     Raises:
+        TypeError: no array, or one of objects.
         ValueError: a wrong shape, not contiguous, or not writable.
     """
+    name = "out" if writable else "array"
     if isinstance(array, (list, tuple)):
         if len(array) != count:
-            raise ValueError(f"array: expected {count} buffers, one per key, got {len(array)}")
-        return [_row(buffer, i, chunk_bytes, writable=writable) for i, buffer in enumerate(array)]
-    if hasattr(array, "numpy"):  # a torch tensor, without importing torch
-        array = array.numpy()
-    if not isinstance(array, np.ndarray):
+            raise ValueError(f"{name}: expected {count} buffers, one per key, got {len(array)}")
+        rows: Rows = [_row(buffer, f"{name}[{i}]", chunk_bytes) for i, buffer in enumerate(array)]
+    else:
+        rows = _matrix(array, name, count, chunk_bytes)
+    if writable and not all(row.flags.writeable for row in rows):
+        raise ValueError(f"{name}: is read-only, and the chunks are written into it")
+    return rows
+
+
+def _matrix(array: object, name: str, count: int, chunk_bytes: int) -> ByteArray:
+    array = _untensored(array, name)
+    if not isinstance(array, np.ndarray) or array.dtype.hasobject:
+        kind = f"one of {array.dtype}" if isinstance(array, np.ndarray) else type(array).__name__
         raise TypeError(
-            "array: expected a numpy array, a CPU torch tensor or a list of buffers, "
-            f"got {type(array).__name__}"
+            f"{name}: expected a numpy array of bytes, a CPU torch tensor or a list of buffers, "
+            f"got {kind}"
         )
-    if array.ndim != 2 or not array.flags.c_contiguous:  # noqa: PLR2004
+    size_bytes = array.shape[1] * array.itemsize if array.ndim == 2 else -1  # noqa: PLR2004
+    if (len(array) if array.ndim else 0, size_bytes) != (count, chunk_bytes):
         raise ValueError(
-            f"array: expected a C-contiguous array of shape ({count}, {chunk_bytes}), "
-            f"got shape {array.shape}"
+            f"{name}: expected shape ({count}, {chunk_bytes}), a row of bytes per key, got "
+            f"{array.shape} of {array.dtype}"
         )
-    view = array.view(np.uint8)
-    if view.shape != (count, chunk_bytes):
-        raise ValueError(
-            f"array: expected {count} rows of {chunk_bytes} bytes, got shape {array.shape} "
-            f"of {array.dtype}"
-        )
-    if writable and not view.flags.writeable:
-        raise ValueError("out: the array is read-only")
-    return view
+    if not array.flags.c_contiguous:
+        raise ValueError(f"{name}: is not C-contiguous; give np.ascontiguousarray({name})")
+    return np.asarray(array).view(np.uint8)
 
 
-def _row(buffer: Any, i: int, chunk_bytes: int, *, writable: bool) -> ByteArray:
-    row = np.frombuffer(buffer, np.uint8)
-    if len(row) != chunk_bytes:
-        raise ValueError(f"array[{i}]: expected {chunk_bytes} bytes, got {len(row)}")
-    if writable and not row.flags.writeable:
-        raise ValueError(f"out[{i}]: the buffer is read-only")
-    return row
+def _row(buffer: object, name: str, chunk_bytes: int) -> ByteArray:
+    buffer = _untensored(buffer, name)
+    try:
+        view = memoryview(buffer)  # type: ignore[arg-type]
+        is_usable = view.c_contiguous and "O" not in view.format
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name}: expected a buffer of bytes: {error}") from error
+    if not is_usable or view.nbytes != chunk_bytes:
+        raise ValueError(
+            f"{name}: expected {chunk_bytes} adjacent bytes, got {view.nbytes} of format "
+            f"{view.format!r}" + ("" if view.c_contiguous else ", not contiguous")
+        )
+    return np.frombuffer(view, np.uint8)
+
+
+def _untensored(array: object, name: str) -> object:
+    """Return the numpy view of a torch tensor, without importing torch; others as they are."""
+    if not hasattr(array, "numpy"):
+        return array
+    try:
+        return array.numpy()
+    except (TypeError, RuntimeError) as error:
+        raise TypeError(
+            f"{name}: numpy cannot view this tensor ({error}); give one that is dense and on the "
+            "CPU, of bytes: tensor.detach().view(torch.uint8)"
+        ) from error

@@ -4,8 +4,9 @@
     +-- ConfigError      the YAML file or mapping is wrong; names the key, the value and the remedy
     +-- ManifestError    a path or a peer holds other bytes than ours (different identity)
     +-- LayoutError      the engine's KV caches cannot be described or addressed
-    +-- BackendError     a disk, a file system or a remote store failed
-    |   +-- BackendFullError   no space left although it was reserved (ENOSPC, quota, map full)
+    +-- BackendError     a disk or a file system failed
+    |   +-- BackendFullError   no space left although it was reserved (ENOSPC, quota)
+    |   |   +-- BackendMapFullError   the database, not the device, is as large as it may be
     |   +-- BackendCorruptError   a database file is damaged, or of another format
     +-- DeviceError      the GPU or its driver refused a call
     |   +-- DeviceBusyError   only for now: a CUDA graph is being captured; try again later
@@ -22,6 +23,7 @@ __all__ = [
     "BackendCorruptError",
     "BackendError",
     "BackendFullError",
+    "BackendMapFullError",
     "CatalogDamagedError",
     "CatalogError",
     "ClosedError",
@@ -53,11 +55,15 @@ class LayoutError(TierStoreError):
 
 
 class BackendError(TierStoreError):
-    """A disk, a file system or a remote store failed."""
+    """A disk or a file system failed."""
 
 
 class BackendFullError(BackendError):
     """No space left on the device although the bytes were reserved."""
+
+
+class BackendMapFullError(BackendFullError):
+    """A database is as large as it may be: less in it would help, space on the device would not."""
 
 
 class BackendCorruptError(BackendError):

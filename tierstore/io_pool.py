@@ -102,6 +102,18 @@ class Mailbox(Generic[Item]):
             self._items.append(item)
             self._condition.notify_all()
 
+    def offer(self, item: Item, waiting_max: int) -> bool:
+        """Queue one item unless so many wait already; say whether it was.
+
+        Raises:
+            ClosedError: after `close`.
+        """
+        with self._condition:
+            if len(self._items) >= waiting_max:
+                return False
+            self.put(item)
+            return True
+
     def wait_idle(self, timeout_seconds: float) -> bool:
         """Wait until nothing is queued or being handled; False: time is up."""
         with self._condition:

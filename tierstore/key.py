@@ -5,7 +5,7 @@
 A key is plain `bytes`: hashable, ordered, storable, and invisible to the garbage collector.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NewType
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "get_offload_namespace",
     "make_offload_key",
     "make_offload_keys",
+    "require_keys",
 ]
 
 OffloadKey = NewType("OffloadKey", bytes)
@@ -30,13 +31,15 @@ BLOCK_HASH_BYTES_MIN = 8
 BLOCK_HASH_BYTES_MAX = 64
 _PREFIX_BYTES = NAMESPACE_BYTES + 4
 KEY_BYTES_MAX = _PREFIX_BYTES + BLOCK_HASH_BYTES_MAX
+_KEY_BYTES_MIN = _PREFIX_BYTES + BLOCK_HASH_BYTES_MIN
+_GROUP_COUNT_MAX = 1 << 32
 
 
 def make_offload_key(namespace: Namespace, group_idx: int, block_hash: bytes) -> OffloadKey:
     """Build the key of one chunk.
 
     Raises:
-        ValueError: `namespace` is not 8 bytes, or the hash is not 8 to 64 bytes long.
+        TypeError, ValueError: as `make_offload_keys`.
     """
     return make_offload_keys(namespace, group_idx, (block_hash,))[0]
 
@@ -49,33 +52,92 @@ def make_offload_keys(
     Costs about 0.1 us per key.
 
     Raises:
-        ValueError: `namespace` is not 8 bytes, or a hash is not 8 to 64 bytes long.
+        TypeError: a hash is not bytes.
+        ValueError: `namespace` is not 8 bytes, `group_idx` is no unsigned number of 32 bits, or a
+            hash is not 8 to 64 bytes long.
     """
-    if len(namespace) != NAMESPACE_BYTES:
-        raise ValueError(f"namespace: expected {NAMESPACE_BYTES} bytes, got {len(namespace)}")
+    if not isinstance(namespace, bytes) or len(namespace) != NAMESPACE_BYTES:
+        raise ValueError(
+            f"namespace: expected the {NAMESPACE_BYTES} bytes of manifest.namespace, "
+            f"got {namespace!r}"
+        )
+    if not isinstance(group_idx, int) or not 0 <= group_idx < _GROUP_COUNT_MAX:
+        raise ValueError(f"group_idx: expected an index such as 0, got {group_idx!r}")
     prefix = namespace + group_idx.to_bytes(4, "big")
-    keys = list(map(prefix.__add__, block_hashes))
+    try:
+        keys = list(map(prefix.__add__, block_hashes))
+    except TypeError as error:
+        raise TypeError(f"block_hashes: expected bytes objects, one per chunk: {error}") from error
     if keys:
         lengths = set(map(len, keys))
         shortest, longest = min(lengths) - _PREFIX_BYTES, max(lengths) - _PREFIX_BYTES
         if shortest < BLOCK_HASH_BYTES_MIN or longest > BLOCK_HASH_BYTES_MAX:
             raise ValueError(
-                f"block hashes: expected {BLOCK_HASH_BYTES_MIN} to {BLOCK_HASH_BYTES_MAX} bytes, "
+                f"block_hashes: expected {BLOCK_HASH_BYTES_MIN} to {BLOCK_HASH_BYTES_MAX} bytes, "
                 f"got {shortest} to {longest}"
             )
     return keys  # type: ignore[return-value]
 
 
+def require_keys(keys: object, namespace: Namespace) -> list[OffloadKey]:
+    """Return a caller's keys as a list, once it is sure that they are keys of `namespace`.
+
+    Costs about 0.1 us per key.
+
+    Raises:
+        TypeError: no sequence, or a key is not bytes.
+        ValueError: a key has an impossible length, or is of another namespace.
+    """
+    if not isinstance(keys, Sequence) or isinstance(keys, bytes | str):
+        raise TypeError(
+            "keys: expected a list of keys, as make_offload_keys returns it, "
+            f"got {type(keys).__name__}"
+        )
+    for key in keys:
+        if not isinstance(key, bytes):
+            raise TypeError(f"keys: expected bytes, as make_offload_keys returns them, got {key!r}")
+        if not key.startswith(namespace):
+            raise ValueError(
+                f"keys: {key.hex()} is of another namespace; build keys with "
+                f"make_offload_keys(manifest.namespace, ...), here {namespace.hex()}"
+            )
+        _require_length(OffloadKey(key))
+    return list(keys)
+
+
 def get_offload_namespace(key: OffloadKey) -> Namespace:
-    """Return the 8 bytes that name the manifest."""
+    """Return the 8 bytes that name the manifest.
+
+    Raises:
+        ValueError: `key` is none.
+    """
+    _require_length(key)
     return Namespace(key[:NAMESPACE_BYTES])
 
 
 def get_offload_group_idx(key: OffloadKey) -> int:
-    """Return the index of the KV cache group."""
+    """Return the index of the KV cache group.
+
+    Raises:
+        ValueError: `key` is none.
+    """
+    _require_length(key)
     return int.from_bytes(key[NAMESPACE_BYTES:_PREFIX_BYTES], "big")
 
 
 def get_offload_block_hash(key: OffloadKey) -> bytes:
-    """Return the engine's block hash, verbatim."""
+    """Return the engine's block hash, verbatim.
+
+    Raises:
+        ValueError: `key` is none.
+    """
+    _require_length(key)
     return key[_PREFIX_BYTES:]
+
+
+def _require_length(key: OffloadKey) -> None:
+    if not isinstance(key, bytes) or not _KEY_BYTES_MIN <= len(key) <= KEY_BYTES_MAX:
+        raise ValueError(
+            f"key: expected {_KEY_BYTES_MIN} to {KEY_BYTES_MAX} bytes, as make_offload_keys "
+            f"returns them, got {key!r}"
+        )

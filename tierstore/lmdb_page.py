@@ -99,14 +99,18 @@ class ImageDamagedError(Exception):
 class Nodes:
     """The nodes of some pages of one kind, page after page in the order of keys."""
 
-    page: Numbers
-    """Index of the node's page among the pages."""
-    size: Numbers
+    counts: Numbers
+    """How many each page has."""
+    size: npt.NDArray[np.uint32]
     """Of a leaf's value, or of a branch the low half of the child's number."""
-    flags: Numbers
+    flags: Words
     key_bytes: Numbers
     key_at: Numbers
     """Offset of the key in the bytes of all pages."""
+
+    def page(self) -> Numbers:
+        """Return the index of each node's page among the pages."""
+        return np.repeat(np.arange(len(self.counts)), self.counts)
 
 
 def nodes_of(numbers: Numbers, words: Words, kind: int) -> Nodes:
@@ -125,36 +129,41 @@ def nodes_of(numbers: Numbers, words: Words, kind: int) -> Nodes:
     require(sound, numbers, "page header")
     counts = (lower - HEADER_BYTES) >> 1
     firsts = np.cumsum(counts) - counts
-    page = np.repeat(np.arange(len(numbers)), counts)
-    page_at = page * width
-    rank = np.arange(len(page)) - np.repeat(firsts, counts)
+    page_at = np.arange(len(numbers)) * width
     flat = words.reshape(-1)
-    offset = flat[page_at + rank + HEADER_BYTES // 2]
-    sound = (offset <= page_bytes - _NODE_BYTES) & (offset & 1 == 0)
-    require(sound, numbers, "offset of a node", page)
-    at = page_at + (offset >> 1)
+    # Word of a node's offset: the first behind its page's header, and on by its rank in the page.
+    slots = np.repeat(page_at + HEADER_BYTES // 2 - firsts, counts)
+    slots += np.arange(len(slots))
+    offset = flat[slots]
+    require(
+        (offset <= page_bytes - _NODE_BYTES) & (offset & 1 == 0), numbers, "node offset", counts
+    )
+    at = np.repeat(page_at, counts)
+    at += offset >> 1
     # The four words of a node's head as one number, wherever it begins.
-    head = np.ndarray((flat.size - 3,), "<i8", flat.data, strides=(2,))[at]
-    size, flags, key_bytes = head & 0xFFFFFFFF, head >> 32 & 0xFFFF, head >> 48 & 0xFFFF
-    taken = key_bytes + _NODE_BYTES
+    head = np.ndarray((flat.size - 3,), "<u8", flat.data, strides=(2,))[at]
+    size, flags = head.view("<u4")[::2], head.view("<u2")[2::4]
+    key_bytes = (head >> 48).view(np.int64)
     sound = key_bytes <= _KEY_BYTES_MAX
+    taken = key_bytes + _NODE_BYTES
     if kind == LEAF:
         sound &= (flags <= NAMED) & (key_bytes > 0)
         # A value in an overflow run leaves its page number here.
-        taken += np.where(flags == BIG, 8, size)
+        big = flags == BIG
+        taken += np.where(big, 8, size) if big.any() else size
     taken += taken & 1
     sound &= offset + taken <= page_bytes
-    require(sound, numbers, "node", page)
+    require(sound, numbers, "node", counts)
     # Without gaps: the sizes add up, and where a node ends, another begins or the page ends, which
     # is the first word of the next page. No node begins in a page's header.
     begins = np.zeros(flat.size + 1, bool)
     begins[::width] = True
     begins[at] = True
     sound = np.add.reduceat(taken, firsts) == page_bytes - upper
-    sound &= begins[np.arange(len(numbers)) * width + (upper >> 1)]
+    sound &= begins[page_at + (upper >> 1)]
     require(sound, numbers, "space of its nodes")
-    require(begins[at + (taken >> 1)], numbers, "node", page)
-    return Nodes(page, size, flags, key_bytes, 2 * at + _NODE_BYTES)
+    require(begins[at + (taken >> 1)], numbers, "node", counts)
+    return Nodes(counts, size, flags, key_bytes, 2 * at + _NODE_BYTES)
 
 
 def u64_at(content: Bytes, offsets: Numbers) -> Numbers:
@@ -165,16 +174,16 @@ def u64_at(content: Bytes, offsets: Numbers) -> Numbers:
 
 
 def require(
-    sound: npt.NDArray[np.bool_], numbers: Numbers, what: str, page: Numbers | None = None
+    sound: npt.NDArray[np.bool_], numbers: Numbers, what: str, counts: Numbers | None = None
 ) -> None:
-    """Check one verdict per page; or per node, if `page` is the index of each one's page.
+    """Check one verdict per page; or, if the pages have so many, one per node.
 
     Raises:
         ImageDamagedError: not all are true.
     """
     if not sound.all():
-        index = int(np.argmin(sound))
-        damage(f"page {numbers[index if page is None else page[index]]}", what)
+        pages = numbers if counts is None else np.repeat(numbers, counts)
+        damage(f"page {pages[int(np.argmin(sound))]}", what)
 
 
 def damage(where: str, what: str) -> NoReturn:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import operator
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ __all__ = ["FORMAT_VERSION", "GroupManifest", "Manifest", "namespace_of"]
 FORMAT_VERSION = 1
 """Version of the on-disk format (ARCHITECTURE.md); other versions never mix."""
 
+_CHUNK_BYTES_MAX = (1 << 32) - 1
+"""A record's header has 32 bits for it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupManifest:
@@ -34,7 +38,11 @@ class GroupManifest:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Everything that decides whether two processes mean the same bytes by the same key."""
+    """Everything that decides whether two processes mean the same bytes by the same key.
+
+    Raises:
+        ManifestError: a field cannot be part of an identity, or a chunk has an impossible size.
+    """
 
     engine: str
     """Name and format of the engine, such as `vllm-0.33`."""
@@ -57,15 +65,40 @@ class Manifest:
     """Further facts that change the bytes, as sorted (name, value) pairs."""
     format_version: int = FORMAT_VERSION
 
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type is str and not isinstance(value, str):
+                raise ManifestError(f"{field.name}: expected a string, got {value!r}")
+        if not self.groups:
+            raise ManifestError("groups: expected at least one group")
+        for group_idx, group in enumerate(self.groups):
+            sizes = (self.blocks_per_chunk, *group.page_bytes)
+            if not all(type(size) is int and size > 0 for size in sizes):
+                raise ManifestError(
+                    f"groups[{group_idx}]: expected positive sizes as int, got blocks_per_chunk "
+                    f"{self.blocks_per_chunk!r} and page_bytes {group.page_bytes!r}"
+                )
+            chunk_bytes = self.chunk_bytes(group_idx)
+            if chunk_bytes > _CHUNK_BYTES_MAX or (
+                not chunk_bytes and group.kind is not GroupKind.UNCACHED
+            ):
+                raise ManifestError(
+                    f"groups[{group_idx}]: expected chunks of 1 to {_CHUNK_BYTES_MAX} bytes, got "
+                    f"{chunk_bytes}; change blocks_per_chunk"
+                )
+
     @classmethod
     def simple(cls, model: str, chunk_bytes: int) -> Self:
         """Describe one full-attention group of `chunk_bytes` per chunk, for embedded use.
 
         Raises:
-            ManifestError: `chunk_bytes` is not positive.
+            ManifestError: `model` is not a string, or `chunk_bytes` no number from 1 to 2**32 - 1.
         """
-        if chunk_bytes <= 0:
-            raise ManifestError(f"chunk_bytes: expected a positive size, got {chunk_bytes}")
+        try:
+            chunk_bytes = operator.index(chunk_bytes)  # numpy's integers are no part of JSON
+        except TypeError as error:
+            raise ManifestError(f"chunk_bytes: expected an int, got {chunk_bytes!r}") from error
         group = GroupManifest(
             kind=GroupKind.FULL,
             tokens_per_block=1,
@@ -86,6 +119,15 @@ class Manifest:
             parallel_shape="tp1-pp1-cp1",
             groups=(group,),
         )
+
+    def in_epoch(self, epoch: str) -> Self:
+        """Return the identity of what an engine computes after a reset.
+
+        Its weights may be any by then, so `epoch` is a name that nobody else gives, and no engine
+        that loads its weights anew finds these bytes.
+        """
+        facts = dict(self.extra) | {"epoch": epoch}
+        return dataclasses.replace(self, extra=tuple(sorted(facts.items())))
 
     @cached_property
     def canonical_json(self) -> bytes:

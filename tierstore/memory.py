@@ -45,7 +45,7 @@ class HostPool:
             mapping = (_map_reserved(self._size_bytes) if hugetlb else None) or mmap.mmap(
                 -1, self._size_bytes, _ANONYMOUS
             )
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             raise MemoryError(
                 f"primary pool: cannot map {self._size_bytes} bytes of host memory ({error}); "
                 "lower primary.capacity"

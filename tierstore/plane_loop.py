@@ -1,16 +1,23 @@
-"""The two planes in one process: what carries messages between them while a caller waits."""
+"""The two planes in one process: what carries messages between them, by whose thread.
 
+While a call is under way, its own thread does (`PlaneLoop`). What it leaves on its way is carried
+on by a thread that sleeps otherwise (`IdleCarrier`): until the next call, chunks would stay
+unwritten and the bytes of evicted ones withheld from other processes.
+"""
+
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from tierstore.clock import Clock
 from tierstore.errors import BackendError
 from tierstore.executor import TransferExecutor
+from tierstore.io_pool import Mailbox
 from tierstore.tier.reservation import LoadReservation
 from tierstore.tier.stack import TierStack
 from tierstore.transfer import JobId, Load, TransferDone
 
-__all__ = ["PendingLoad", "PlaneLoop"]
+__all__ = ["IdleCarrier", "PendingLoad", "PlaneLoop"]
 
 _FLUSH_STALL_SECONDS = 60.0
 _FAILURES_MAX = 32
@@ -18,6 +25,11 @@ _FAILURES_MAX = 32
 for: about three seconds, where one that hangs is waited for until time is up."""
 
 _POLL_SECONDS = 0.0005
+_IDLE_POLL_SECONDS_MIN = 0.005
+_IDLE_POLL_SECONDS_MAX = 0.1
+"""Between two looks of the idle carrier: the shorter one as long as something moves."""
+
+_CLOSE_SECONDS = 5.0
 
 
 @dataclass(slots=True)
@@ -57,6 +69,12 @@ class PlaneLoop:
         carried_out = any(done.ok for done in answers)
         self._failure_count = 0 if carried_out else self._failure_count + len(answers)
         return carried_out
+
+    def has_messages(self) -> bool:
+        """Say whether there is something to carry now or later, without a further call."""
+        return self._stack.has_work() or any(
+            secondary.has_messages() for secondary in self._stack.secondaries
+        )
 
     def settle(self, condition: Callable[[], bool], stall_seconds: float) -> bool:
         """Pump until the condition holds; False: the device does not let it.
@@ -116,3 +134,51 @@ class PlaneLoop:
                 f"{_FLUSH_STALL_SECONDS:.0f} s; chunks that wait for it are in memory only"
             )
         self._executor.sync()
+
+
+class IdleCarrier:
+    """Carries what is on its way after a call has returned, in a thread of its own."""
+
+    def __init__(self, loop: PlaneLoop, lock: threading.RLock) -> None:
+        """`lock` is held by every call to the loop."""
+        self._loop = loop
+        self._lock = lock
+        self._is_awake = False
+        self._is_stopped = threading.Event()
+        self._mailbox: Mailbox[None] = Mailbox("tierstore-idle", self._carry)
+
+    def open(self) -> None:
+        """Start the thread."""
+        self._mailbox.open()
+
+    def wake(self) -> None:
+        """Go on with what is on its way; the caller holds the lock and is about to leave it."""
+        if not self._is_awake and not self._is_stopped.is_set() and self._loop.has_messages():
+            self._is_awake = True
+            self._mailbox.put(None)
+
+    def stop(self) -> None:
+        """Carry nothing more; the caller holds the lock."""
+        self._is_stopped.set()
+
+    def close(self) -> None:
+        """Stop the thread, which does not wait for the lock; idempotent."""
+        self.stop()
+        self._mailbox.close(_CLOSE_SECONDS)
+
+    def _carry(self, _wakes: list[None]) -> None:
+        pause_seconds = _IDLE_POLL_SECONDS_MIN
+        while not self._is_stopped.wait(pause_seconds):
+            if not self._lock.acquire(blocking=False):
+                continue  # a call is under way: its thread carries
+            try:
+                if self._is_stopped.is_set() or not self._loop.has_messages():
+                    self._is_awake = False
+                    return
+                pause_seconds = (
+                    _IDLE_POLL_SECONDS_MIN
+                    if self._loop.pump()
+                    else min(2 * pause_seconds, _IDLE_POLL_SECONDS_MAX)
+                )
+            finally:
+                self._lock.release()

@@ -5,8 +5,10 @@ get:  resident or promoted slots -> copied to the caller's array
 """
 
 import logging
+import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -14,19 +16,18 @@ from typing import Any, Self
 
 import numpy as np
 
-from tierstore.arrays import ByteArray, Rows, adjacent_runs, byte_rows
+from tierstore.arrays import Rows, adjacent_runs, byte_rows, one_group, slot_rows
 from tierstore.backend.opening import BackendOpener, open_backend
 from tierstore.clock import MonotonicClock
 from tierstore.config import StoreConfig, load_config
 from tierstore.errors import BackendError, ClosedError
 from tierstore.executor import TransferExecutor
-from tierstore.key import OffloadKey, get_offload_group_idx
-from tierstore.layout import PAGE_BYTES, GroupKind
+from tierstore.key import OffloadKey, require_keys
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters
-from tierstore.plane_loop import PendingLoad, PlaneLoop
+from tierstore.plane_loop import IdleCarrier, PendingLoad, PlaneLoop
 from tierstore.tier.catalog import SecondaryStats
-from tierstore.tier.reservation import ChunkState
+from tierstore.tier.reservation import ChunkState, OffloadReservation
 from tierstore.tier.stack import TierStack
 
 __all__ = ["PrefixMatch", "StoreStats", "TierStore"]
@@ -73,7 +74,8 @@ class _Batch:
 class TierStore:
     """A store of KV-cache chunks in host memory and on disk.
 
-    Thread-safe: one call runs at a time. Chunks of one prefix are given head first.
+    Thread-safe: one call runs at a time. Chunks of one prefix are given head first. What waits to
+    be written when a call returns is written without a further call.
     """
 
     def __init__(
@@ -93,7 +95,10 @@ class TierStore:
         self._specs = manifest.group_specs()
         self._loop = PlaneLoop(stack, executor, MonotonicClock())
         self._lock = threading.RLock()
+        self._idle = IdleCarrier(self._loop, self._lock)
+        self._process_id = os.getpid()
         self._is_stalled = False
+        self._is_torn = False
         self._closed = False
 
     @classmethod
@@ -110,9 +115,13 @@ class TierStore:
         `open_backend` is replaced by tests that let backends fail.
 
         Raises:
+            TypeError: `manifest` is none.
             ConfigError: the configuration is wrong.
+            MemoryError: the system has not `primary.capacity` bytes of memory to promise.
             CatalogError, ManifestError, BackendError: a secondary tier cannot be opened.
         """
+        if not isinstance(manifest, Manifest):
+            raise TypeError(f"manifest: expected a Manifest, got {type(manifest).__name__}")
         if not isinstance(config, StoreConfig):
             config = load_config(config)
         counters = Counters()
@@ -130,7 +139,9 @@ class TierStore:
         except BaseException:
             stack.close()
             raise
-        return cls(config, manifest, stack, executor, counters)
+        store = cls(config, manifest, stack, executor, counters)
+        store._idle.open()
+        return store
 
     def put(self, keys: Sequence[OffloadKey], array: object) -> int:
         """Store chunks; returns how many of them the store has now.
@@ -145,12 +156,12 @@ class TierStore:
         place in memory but lose their record (counted as dropped demotes).
 
         Raises:
-            ValueError: a key of another namespace or group, or a wrong shape; nothing was stored.
+            TypeError, ValueError: wrong keys or a wrong array; nothing was stored.
             ClosedError: after `close`.
         """
-        with self._lock:
-            self._check_open()
-            group_idx = self._check_keys(keys)
+        with self._call():
+            keys = require_keys(keys, self._manifest.namespace)
+            group_idx = one_group(keys, self._specs)
             rows = byte_rows(array, len(keys), self._specs[group_idx].chunk_bytes)
             per_batch = self._batch_chunks(group_idx)
             # Tail first, so that what has to go again goes from the tail of the prefix.
@@ -166,12 +177,12 @@ class TierStore:
         those from disk become resident. A row whose answer is False is left untouched.
 
         Raises:
-            ValueError: a key of another namespace or group, or a wrong shape; nothing was loaded.
+            TypeError, ValueError: wrong keys or a wrong `out`; nothing was loaded.
             ClosedError: after `close`.
         """
-        with self._lock:
-            self._check_open()
-            group_idx = self._check_keys(keys)
+        with self._call():
+            keys = require_keys(keys, self._manifest.namespace)
+            group_idx = one_group(keys, self._specs)
             rows = byte_rows(out, len(keys), self._specs[group_idx].chunk_bytes, writable=True)
             found = [False] * len(keys)
             per_batch = self._batch_chunks(group_idx)
@@ -180,26 +191,25 @@ class TierStore:
                 indices = range(i, min(i + per_batch, len(keys)))
                 batch = self._start_get(group_idx, keys, indices)
                 if batch is None and in_flight:  # perhaps they hold the room that it needs
-                    self._finish_get(in_flight.pop(0), group_idx, rows, found)
+                    self._finish_first(in_flight, group_idx, rows, found)
                     batch = self._start_get(group_idx, keys, indices)
                 if batch is not None:
                     in_flight.append(batch)
                 if len(in_flight) == _BATCHES_IN_FLIGHT:
-                    self._finish_get(in_flight.pop(0), group_idx, rows, found)
-            for batch in in_flight:
-                self._finish_get(batch, group_idx, rows, found)
+                    self._finish_first(in_flight, group_idx, rows, found)
+            while in_flight:
+                self._finish_first(in_flight, group_idx, rows, found)
             return found
 
     def match_prefix(self, keys: Sequence[OffloadKey]) -> PrefixMatch:
         """Count the leading chunks that can be loaded now; loads and touches nothing.
 
         Raises:
-            ValueError: a key of another namespace.
+            TypeError, ValueError: no keys, or keys of another namespace.
             ClosedError: after `close`.
         """
-        with self._lock:
-            self._check_open()
-            self._check_namespace(keys)
+        with self._call():
+            keys = require_keys(keys, self._manifest.namespace)
             self._loop.pump()
             return PrefixMatch(self._stack.match_prefix(keys))
 
@@ -212,8 +222,7 @@ class TierStore:
             BackendError: a device refused, or has not moved for a minute.
             ClosedError: after `close`.
         """
-        with self._lock:
-            self._check_open()
+        with self._call():
             self._loop.flush()
 
     def reset(self) -> None:
@@ -222,19 +231,18 @@ class TierStore:
         Raises:
             ClosedError: after `close`.
         """
-        with self._lock:
-            self._check_open()
-            self._stack.reset()
+        with self._call():
+            self._stack.reset(self._manifest)
             self._loop.pump()
 
     def stats(self) -> StoreStats:
         """Count what the store holds and what it did.
 
         Raises:
+            BackendError, CatalogError: a catalog cannot be read.
             ClosedError: after `close`.
         """
-        with self._lock:
-            self._check_open()
+        with self._call():
             self._loop.pump()
             names = [tier.name for tier in self._config.secondary]
             return StoreStats(
@@ -253,22 +261,28 @@ class TierStore:
         Raises:
             ClosedError: after `close`.
         """
-        with self._lock:
-            self._check_open()
+        with self._call():
             self._loop.settle(lambda: not self._stack.has_work(), _STALL_SECONDS)
             return self._stack.check()
 
     def close(self) -> None:
-        """Flush, stop the threads, release the memory; idempotent."""
+        """Flush, stop the threads, release the memory; idempotent.
+
+        Other threads' calls then raise `ClosedError`. A forked process has nothing to close.
+        """
+        if os.getpid() != self._process_id:
+            return
         with self._lock:
             if self._closed:
                 return
+            self._closed = True
             try:
-                self._loop.flush()
+                if not self._is_torn:
+                    self._loop.flush()
             except BackendError as error:
                 _logger.error("close without a complete flush: cause=%s", error)
             finally:
-                self._closed = True
+                self._idle.close()
                 self._executor.close()
                 self._stack.close()
 
@@ -283,9 +297,30 @@ class TierStore:
     ) -> None:
         self.close()
 
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """Run one call: alone, on an open store, in its own process."""
+        if os.getpid() != self._process_id:  # before the lock: a fork copies a lock that is held
+            raise ClosedError(
+                f"the store belongs to process {self._process_id}, not to one forked from it"
+            )
+        with self._lock:
+            if self._closed or self._is_torn:
+                raise ClosedError("the store is closed, or a call was interrupted; open another")
+            try:
+                try:
+                    yield
+                finally:
+                    self._idle.wake()
+            except BaseException as error:
+                if not isinstance(error, Exception):
+                    # It came between any two steps: two chunks might own one slot.
+                    self._is_torn = True
+                    self._idle.stop()
+                raise
+
     def _put_batch(self, group_idx: int, keys: Sequence[OffloadKey], rows: Rows) -> int:
-        chunk_bytes = self._specs[group_idx].chunk_bytes
-        need = len(keys) * chunk_bytes
+        need = len(keys) * self._specs[group_idx].chunk_bytes
         stack = self._stack
         # A queue that has stalled once is not waited for again until it moves.
         patience = 0.0 if self._is_stalled else _STALL_SECONDS
@@ -295,18 +330,22 @@ class TierStore:
             )
             and self._record_victims(group_idx, len(keys), patience)
         )
-        reservation = self._stack.reserve_offload(group_idx, keys)
-        is_whole = len(reservation.indices) == len(keys)
-        for start, stop in adjacent_runs(reservation.slots, self._specs[group_idx].slot_bytes):
-            target = self._slots(group_idx, int(reservation.slots[start]), stop - start)
+        reservation = stack.reserve_offload(group_idx, keys)
+        self._fill_slots(reservation, rows)
+        stack.finish_offload(reservation)
+        self._loop.pump()
+        return sum(state >= ChunkState.RECORDED for state in stack.locate(keys))
+
+    def _fill_slots(self, reservation: OffloadReservation, rows: Rows) -> None:
+        spec, slots = self._specs[reservation.group_idx], reservation.slots
+        is_whole = len(reservation.indices) == len(rows)
+        for start, stop in adjacent_runs(slots, spec.slot_bytes):
+            target = slot_rows(self._executor.pool.array, spec, int(slots[start]), stop - start)
             if is_whole and isinstance(rows, np.ndarray):
                 target[:] = rows[start:stop]
             else:
                 for slot, i in zip(target, reservation.indices[start:stop], strict=True):
                     slot[:] = rows[i]
-        self._stack.finish_offload(reservation)
-        self._loop.pump()
-        return sum(state >= ChunkState.RECORDED for state in self._stack.locate(keys))
 
     def _record_victims(self, group_idx: int, count: int, patience: float) -> bool:
         """Let what `count` new chunks will evict be recorded first; False: time is up."""
@@ -331,12 +370,15 @@ class TierStore:
         found = [rows[key] for key in reservation.keys[0]]
         return _Batch(self._loop.start_load(reservation), found)
 
-    def _finish_get(self, batch: _Batch, group_idx: int, out: Rows, found: list[bool]) -> None:
+    def _finish_first(
+        self, in_flight: list[_Batch], group_idx: int, out: Rows, found: list[bool]
+    ) -> None:
+        batch = in_flight[0]
         failed = self._loop.wait_for(batch.load)
         # The slots are pinned or still arriving, so their bytes stay in place until finish_load.
-        slots = batch.load.reservation.slots[0]
-        for start, stop in adjacent_runs(slots, self._specs[group_idx].slot_bytes):
-            source = self._slots(group_idx, int(slots[start]), stop - start)
+        spec, slots = self._specs[group_idx], batch.load.reservation.slots[0]
+        for start, stop in adjacent_runs(slots, spec.slot_bytes):
+            source = slot_rows(self._executor.pool.array, spec, int(slots[start]), stop - start)
             for chunk, slot, rows in zip(
                 source, slots[start:stop].tolist(), batch.rows[start:stop], strict=True
             ):
@@ -345,13 +387,7 @@ class TierStore:
                         out[row][:] = chunk
                         found[row] = True
         self._loop.finish_load(batch.load)
-
-    def _slots(self, group_idx: int, slot: int, count: int) -> ByteArray:
-        """View `count` adjacent slots as an array (count, chunk_bytes)."""
-        spec = self._specs[group_idx]
-        start = slot * PAGE_BYTES
-        flat = self._executor.pool.array[start : start + count * spec.slot_bytes]
-        return flat.reshape(count, spec.slot_bytes)[:, : spec.chunk_bytes]
+        del in_flight[0]
 
     def _batch_chunks(self, group_idx: int) -> int:
         spec = self._specs[group_idx]
@@ -359,28 +395,6 @@ class TierStore:
         share = self._config.primary.capacity_bytes // (
             2 * _BATCHES_IN_FLIGHT * max(1, len(self._config.secondary))
         )
-        return max(1, min(_BATCH_BYTES, share) // spec.slot_bytes)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError("the store is closed")
-
-    def _check_namespace(self, keys: Sequence[OffloadKey]) -> None:
-        prefix = self._manifest.namespace
-        for key in keys:
-            if not key.startswith(prefix):
-                raise ValueError(
-                    f"keys: {key.hex()} is of another namespace; build keys with "
-                    f"make_offload_keys(manifest.namespace, ...), here {prefix.hex()}"
-                )
-
-    def _check_keys(self, keys: Sequence[OffloadKey]) -> int:
-        """Return the one group of the keys."""
-        self._check_namespace(keys)
-        group_indices = set(map(get_offload_group_idx, keys)) or {0}
-        if len(group_indices) > 1:
-            raise ValueError(f"keys: expected one group per call, got {sorted(group_indices)}")
-        (group_idx,) = group_indices
-        if group_idx >= len(self._specs) or self._specs[group_idx].kind is GroupKind.UNCACHED:
-            raise ValueError(f"keys: group {group_idx} is not cached by this manifest")
-        return group_idx
+        # What a write queue cannot hold of a batch would be dropped.
+        queues = (tier.io.write_queue_bytes for tier in self._config.secondary)
+        return max(1, min(_BATCH_BYTES, share, *queues) // spec.slot_bytes)

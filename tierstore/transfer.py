@@ -1,11 +1,11 @@
 """The messages between the two planes.
 
 The control plane (planner, or the embedded store) sends commands; the data plane (executor) moves
-bytes and answers each command with exactly one `TransferDone`. Messages cross a process boundary
+bytes and answers each command with a `TransferDone`. Messages cross a process boundary
 once per engine step, so they hold flat arrays and raw bytes, and pickle small.
 
-    Offload   GPU blocks -> slots                 Promote   records -> slots
-    Load      [records -> slots ->] GPU blocks    Demote    slots -> records
+    Offload   GPU blocks -> slots                 Demote    slots -> records
+    Load      [records -> slots ->] GPU blocks    Promote   the part of a load in brackets
     Release   the bytes of evicted records go back to the file system
 
 A slot is named by the index of its first 4 KiB page in the primary pool, so that a slot's address
@@ -51,7 +51,7 @@ class FailureReason(Enum):
     ABSENT = "absent"
     """The record is gone: evicted meanwhile, segment removed, file truncated."""
     CORRUPT = "corrupt"
-    """Length, key or checksum do not match; the record is quarantined."""
+    """Length, key or checksum do not match; the record is removed."""
     IO_ERROR = "io_error"
     FULL = "full"
     DEADLINE = "deadline"
@@ -73,9 +73,8 @@ class Offload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promote:
-    """Read records into slots; each is verified before its slot may be used."""
+    """The part of a load that fills slots from records, each verified before its slot is used."""
 
-    job_id: JobId
     tier_idx: int
     """Index into `StoreConfig.secondary`."""
     group_idx: int
@@ -105,7 +104,7 @@ class Load:
     job_id: JobId
     parts: tuple[LoadPart, ...]
     promotes: tuple[Promote, ...] = ()
-    """Carry the job id of the load; keys of all of them in order are what `failed` indexes."""
+    """The keys of all of them in order are what `failed` indexes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +140,7 @@ class Release:
     """Segments without a live or reserved record: unlink them whole."""
 
 
-Command = Offload | Promote | Load | Demote | Release
+Command = Offload | Load | Demote | Release
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,12 +159,12 @@ class StepPlan:
 class TransferDone:
     """The answer to a command.
 
-    `failed` indexes the command's chunks: the slots of an offload, the keys of a promote or
-    demote, the concatenated keys of a load's promotes. A load that could not reach the GPU at all
+    `failed` indexes the command's chunks: the slots of an offload, the keys of a demote, the
+    concatenated keys of a load's promotes. A load that could not reach the GPU at all
     has `ok` False even if `failed` is empty.
 
-    Each command has one answer, with one exception: chunks of a load or promote that are reported
-    as `DEADLINE` are still being read, so their slots stay reserved. When the last of them has
+    Each command has one answer, with one exception: chunks of a load that are reported as
+    `DEADLINE` are still being read, so their slots stay reserved. When the last of them has
     settled, a second answer of the same job says which of them failed for good.
     """
 

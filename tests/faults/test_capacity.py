@@ -76,6 +76,10 @@ def test_two_stores_on_one_path_share_its_capacity_and_its_chunks(tmp_path):
             assert du(tmp_path / "tier") <= CAPACITY_BYTES
         one.flush()
         other.flush()
+        counters = [store.stats().counters for store in (one, other)]
+        evicted = [one_of['evicted_chunks_total{tier="disk"}'] for one_of in counters]
+        assert sum(evicted) == one.stats().secondary["disk"].evicted_count
+        assert min(evicted) > 0
         newest = list(range(384, 400))
         assert chunks.found(other, newest) == newest
         assert one.check() == []

@@ -32,6 +32,12 @@ class ReferenceStack(TierStack):
         self.locate_calls += 1
         return [self.states.get(key, ChunkState.ABSENT) for key in keys]
 
+    def locate_in_step(self, keys):
+        return self.locate(keys)
+
+    def locate_run(self, keys):
+        return self.locate(keys)
+
     def touch(self, keys):
         pass
 
@@ -86,7 +92,6 @@ class ReferenceStack(TierStack):
                 places = tuple(Place(key) for key in promoted)
                 promotes.append(
                     Promote(
-                        job_id=job_id,
                         tier_idx=0,
                         group_idx=group_idx,
                         keys=tuple(promoted),
@@ -110,9 +115,11 @@ class ReferenceStack(TierStack):
             else:
                 self.states[key] = ChunkState.RESIDENT
 
-    def reset(self):
+    def reset(self, manifest):
+        """Keep what is recorded, as if the disk failed: the epoch alone must hide it."""
         self.doomed = {k for k, state in self.states.items() if state is ChunkState.ARRIVING}
-        self.states = dict.fromkeys(self.doomed, ChunkState.ARRIVING)
+        kept = (ChunkState.ARRIVING, ChunkState.RECORDED)
+        self.states = {k: state for k, state in self.states.items() if state in kept}
 
     def evict(self, keys):
         """Let unpinned resident and recorded chunks go."""

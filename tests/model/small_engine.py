@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 from reference_stack import ReferenceStack
 
-from tierstore.key import Namespace, get_offload_block_hash, get_offload_group_idx
+from tierstore.key import get_offload_block_hash, get_offload_group_idx, get_offload_namespace
 from tierstore.layout import GroupKind, GroupSpec
+from tierstore.manifest import Manifest
 from tierstore.metrics import Counters
 from tierstore.planner import (
     EngineStep,
@@ -69,8 +70,13 @@ class Request:
 class SmallEngine:
     def __init__(self, block_count):
         self.stack = ReferenceStack()
+        self.manifest = Manifest.simple("m", 1)
         self.planner = OffloadPlanner(
-            SPECS, Namespace(b"n" * 8), self.stack, hash_tokens=HASH_TOKENS, counters=Counters()
+            SPECS,
+            self.manifest.namespace,
+            self.stack,
+            hash_tokens=HASH_TOKENS,
+            counters=Counters(),
         )
         self.free = list(range(1, block_count + 1))
         self.block_count = block_count
@@ -106,9 +112,18 @@ class SmallEngine:
 
     def change_weights(self):
         self.weights += 1
-        self.planner.reset()
+        self.manifest = self.manifest.in_epoch(str(self.weights))
+        self.planner.reset(self.manifest)
 
-    def step(self):
+    def step(self, count=1):
+        for _ in range(count):
+            self._step()
+
+    def answer_all(self):
+        for job_id in list(self.jobs):
+            self.answer(job_id, ok=True)
+
+    def _step(self):
         for name in self.failed:
             self._recompute(name)
         self.failed = []
@@ -334,6 +349,7 @@ class SmallEngine:
     def _verify_residents(self):
         for key, state in self.stack.states.items():
             if state is ChunkState.RESIDENT:
+                assert get_offload_namespace(key) == self.manifest.namespace
                 group_idx = get_offload_group_idx(key)
                 prefix = get_offload_block_hash(key).removeprefix(b"hashed: ")
                 size, count = BLOCK_TOKENS[group_idx], SPECS[group_idx].blocks_per_chunk

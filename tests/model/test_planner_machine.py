@@ -4,17 +4,10 @@ Goal: no byte of another request or of other weights is ever published or loaded
 Method: every block knows what it holds (small_engine), copies happen as late as fences allow.
 """
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from reference_stack import ReferenceStack
 from small_engine import SmallEngine
-
-from tierstore.key import Namespace
-from tierstore.layout import GroupKind, GroupSpec
-from tierstore.metrics import Counters
-from tierstore.planner import EngineStep, FullTable, OffloadPlanner, Progress
 
 TEXT = bytes(range(1, 200))
 # Longer than a key's block hash may be: the hash is the text itself here, so texts stay short.
@@ -48,8 +41,7 @@ class PlannerMachine(RuleBasedStateMachine):
 
     @rule()
     def answer_all(self):
-        for job_id in list(self.engine.jobs):
-            self.engine.answer(job_id, ok=True)
+        self.engine.answer_all()
 
     @precondition(lambda self: self.engine.requests)
     @rule(data=st.data())
@@ -84,14 +76,11 @@ TestPlannerMachine.settings = settings(max_examples=150, stateful_step_count=40,
 def test_a_preempted_request_is_loaded_again_and_a_shared_prefix_too():
     engine = SmallEngine(60)
     engine.add(TEXT[:40])
-    for _ in range(4):
-        engine.step()
-    for job_id in list(engine.jobs):
-        engine.answer(job_id, ok=True)
+    engine.step(4)
+    engine.answer_all()
     engine.add(TEXT[:33])
     engine.step()
-    for job_id in list(engine.jobs):
-        engine.answer(job_id, ok=True)
+    engine.answer_all()
     assert engine.loads_verified == 1
     engine.drain()
 
@@ -99,10 +88,8 @@ def test_a_preempted_request_is_loaded_again_and_a_shared_prefix_too():
 def test_a_request_whose_load_failed_is_never_offered_a_hit_again():
     engine = SmallEngine(60)
     engine.add(TEXT[:40])
-    for _ in range(4):
-        engine.step()
-    for job_id in list(engine.jobs):
-        engine.answer(job_id, ok=True)
+    engine.step(4)
+    engine.answer_all()
     engine.add(TEXT[:33])
     engine.step()
     (load,) = engine.loaders
@@ -115,10 +102,8 @@ def test_a_request_whose_load_failed_is_never_offered_a_hit_again():
 def test_asking_thirty_two_times_pins_nothing():
     engine = SmallEngine(60)
     engine.add(TEXT[:40])
-    for _ in range(4):
-        engine.step()
-    for job_id in list(engine.jobs):
-        engine.answer(job_id, ok=True)
+    engine.step(4)
+    engine.answer_all()
     engine.add(TEXT[:33])
     answers = {engine.planner.match("r2", 0, 33).token_count for _ in range(32)}
     assert answers == {32}
@@ -129,13 +114,10 @@ def test_asking_thirty_two_times_pins_nothing():
 def test_a_load_into_a_block_that_is_still_being_read_is_fenced():
     engine = SmallEngine(60)
     engine.add(TEXT[:40])
-    for _ in range(6):
-        engine.step()
-    for job_id in list(engine.jobs):
-        engine.answer(job_id, ok=True)
+    engine.step(6)
+    engine.answer_all()
     engine.add(bytes([201]) * 40)
-    for _ in range(6):
-        engine.step()
+    engine.step(6)
     assert engine.unread
     engine.abort("r2")
     engine.add(TEXT[:33])
@@ -151,61 +133,21 @@ def test_a_block_that_slid_out_of_the_window_is_not_offloaded_with_its_chunk():
     for i in range(14):
         engine.step()
         engine.add(bytes([210 + i]) * 3)
-    for job_id in list(engine.jobs):
-        engine.answer(job_id, ok=True)
+    engine.answer_all()
     engine.drain()
-
-
-@pytest.mark.parametrize(
-    "kind", [GroupKind.FULL, GroupKind.SLIDING_WINDOW], ids=lambda kind: kind.value
-)
-def test_a_draft_chunk_is_offloaded_once_the_token_behind_it_is_settled(kind):
-    spec = GroupSpec(
-        group_idx=0,
-        kind=kind,
-        tokens_per_block=4,
-        blocks_per_chunk=1,
-        chunk_bytes=1,
-        window_tokens=9 if kind is GroupKind.SLIDING_WINDOW else 0,
-    )
-    planner = OffloadPlanner(
-        [spec],
-        Namespace(b"n" * 8),
-        ReferenceStack(),
-        hash_tokens=4,
-        counters=Counters(),
-        draft_groups={0},
-    )
-    planner.add_request("r", [bytes([i]) * 8 for i in range(3)])
-
-    def offloaded(computed, ready):
-        if not planner.completes_chunk("r", ready):
-            return []
-        step = EngineStep(progress=[Progress("r", computed, ready)])
-        commands = planner.plan_step(step).plan.commands
-        return [block for command in commands for block in command.block_ids.ravel().tolist()]
-
-    planner.plan_step(EngineStep(full_tables=[FullTable("r", [[7, 8, 9]], 0)]))
-    assert offloaded(0, 8) == [7]
-    assert offloaded(8, 8) == []
-    assert offloaded(8, 9) == [8]
-    assert offloaded(9, 12) == []
 
 
 def test_what_is_computed_after_kv_of_old_weights_is_never_published():
     engine = SmallEngine(60)
     engine.add(TEXT[:40])
-    for _ in range(4):
-        engine.step()
-    for job_id in list(engine.jobs):
-        engine.answer(job_id, ok=True)
+    engine.step(4)
+    engine.answer_all()
     engine.add(TEXT[:33])
     engine.step()
     assert engine.loaders
     engine.change_weights()
     for _ in range(4):
-        for job_id in list(engine.jobs):
-            engine.answer(job_id, ok=True)
+        engine.answer_all()
         engine.step()
     assert engine.stack.states == {}
     engine.drain()

@@ -18,6 +18,7 @@ from tierstore.manifest import Manifest
 from tierstore.record import PLACE_DTYPE
 from tierstore.tier.catalog import Catalog
 from tierstore.tier.catalog_messages import (
+    BeginEpoch,
     Committed,
     CommitTicket,
     Evict,
@@ -267,6 +268,38 @@ def test_removed_records_are_gone_and_their_pages_released(harness):
     assert harness.catalog.check() == []
 
 
+def test_an_operation_that_meets_damage_is_lost_and_no_other(harness):
+    harness.store(*range(8))
+    databases = harness.catalog._databases
+    with harness.catalog._env.write() as txn, txn.cursor(db=databases.order) as cursor:
+        assert cursor.last()
+        cursor.delete()
+    (youngest,) = [number for number in range(8) if number not in harness.order()]
+    for number in (100, 200):
+        harness.writer.handle([RemoveKeys(tuple(harness.keys(youngest)))])
+        assert isinstance(harness.store(number, number + 1), Placed)
+        assert harness.located(number, number + 1) == [True, True]
+    harness.reopen()
+    assert harness.catalog.damage != ""
+    assert harness.located(*range(8)) == [False] * 8
+    assert harness.catalog.check() == []
+
+
+def test_a_write_that_meets_damage_is_answered_and_its_keys_can_be_written_again(harness):
+    harness.store(*range(4))
+    harness.writer.handle([RequestPlaces(70, tuple(harness.keys(50)), harness.chunk)])
+    with harness.catalog._env.write() as txn:
+        row = txn.pop(b"state", db=harness.catalog._databases.state)
+    harness.writer.handle([CommitTicket(70, frozenset())])
+    assert Committed(70) in harness.writer.events
+    harness.take()
+    assert harness.located(50) == [False]
+    with harness.catalog._env.write() as txn:
+        txn.put(b"state", row, db=harness.catalog._databases.state)
+    assert isinstance(harness.store(50), Placed)
+    assert harness.located(50) == [True]
+
+
 def test_writes_and_releases_of_a_dead_owner_are_adopted(tmp_path):
     harness = Harness(tmp_path)
     harness.store(*range(8))
@@ -361,6 +394,24 @@ def test_a_namespace_that_a_failing_catalog_could_not_forget_is_forgotten_later(
     assert harness.located(1, 2, 3) == [False, False, True]
 
 
+def test_an_epoch_that_a_failing_catalog_could_not_enter_is_entered_before_its_records(harness):
+    epoch = harness.manifest.in_epoch("e")
+    real = harness.catalog._env.write
+
+    def broken(*_):
+        raise BackendFullError("no space")
+
+    harness.catalog._env.write = broken
+    harness.writer.handle([BeginEpoch(epoch.namespace, epoch.canonical_json)])
+    harness.catalog._env.write = real
+    harness.manifest = epoch
+    assert isinstance(harness.store(1), Placed)
+    databases = harness.catalog._databases
+    for database in (databases.namespaces, databases.epochs):
+        with harness.catalog._env.read(database) as txn:
+            assert txn.get(epoch.namespace) is not None
+
+
 def test_the_map_of_the_geometry_has_room_for_random_keys_under_steady_eviction(tmp_path):
     harness = Harness(tmp_path, backend="lmdb", capacity=16 * MIB, chunk=3900)
     for first in range(0, 12_000, 32):
@@ -442,6 +493,35 @@ def test_a_failing_catalog_refuses_and_recovers(harness):
     assert [type(event).__name__ for event in harness.take()] == ["Placed", "Refused"]
     assert isinstance(harness.store(7), Placed)
     assert harness.located(1, 5, 6, 7) == [True, False, False, True]
+    assert harness.catalog.check() == []
+
+
+def test_a_backlog_of_touches_of_all_records_evicts_none(tmp_path):
+    harness = Harness(tmp_path, chunk=4096)
+    harness.store(*range(4))
+    touches = [TouchKeys(tuple(harness.keys(3, 2, 1, 0)))] * 1000
+    harness.writer.handle([*touches, TouchKeys(tuple(harness.keys(3)))])
+    assert harness.order() == [2, 1, 0, 3]
+    assert harness.catalog.check() == []
+    harness.catalog.close()
+
+
+def test_a_full_device_evicts_nothing_and_leaves_the_catalog_as_large_as_it_was(harness):
+    for first in range(0, 40, 8):
+        harness.store(*range(first, first + 8))
+    real, failures = harness.catalog._env.write, iter(range(1))
+
+    def full_once(*arguments):
+        if next(failures, None) is not None:
+            raise BackendFullError("no space left on device")
+        return real(*arguments)
+
+    harness.catalog._env.write = full_once
+    assert isinstance(harness.store(100), Refused)
+    assert harness.located(*range(40)) == [True] * 40
+    for first in range(200, 240, 8):
+        assert isinstance(harness.store(*range(first, first + 8)), Placed)
+    assert harness.located(*range(40)) == [True] * 40
     assert harness.catalog.check() == []
 
 

@@ -64,6 +64,40 @@ def test_the_committed_schema_is_current() -> None:
     assert (CONFIGS / "tierstore.schema.json").read_text() == emit_json_schema()
 
 
+def test_every_default_of_the_schema_is_a_value_that_can_be_written() -> None:
+    schema = json.loads(emit_json_schema())
+    values = {
+        f"{name}.{key}": (value["default"], value)
+        for name, section in [("", schema), *schema["$defs"].items()]
+        for key, value in section["properties"].items()
+        if "default" in value
+    }
+    assert values["IoSection.deadline"][0] == "2s"
+    assert values["SecondarySection.io"][0] == {}
+    for default, value in values.values():
+        jsonschema.validate(default, {**value, "$defs": schema["$defs"]})
+
+
+def test_the_schema_has_no_word_that_json_schema_lacks() -> None:
+    words = set()
+
+    def walk(schema: object) -> None:
+        if isinstance(schema, dict):
+            words.update(schema)
+            for word, inner in schema.items():
+                named = word in ("properties", "$defs")
+                for part in inner.values() if named else [inner]:
+                    if word != "default":
+                        walk(part)
+        elif isinstance(schema, list):
+            for part in schema:
+                walk(part)
+
+    walk(json.loads(emit_json_schema()))
+    annotations = {"$schema", "$defs", "default", "description", "examples", "title"}
+    assert words <= jsonschema.Draft202012Validator.VALIDATORS.keys() | annotations
+
+
 def test_a_full_document_becomes_dataclasses_in_bytes_and_seconds() -> None:
     io = {"mode": "mmap", "threads": 2, "deadline": "500ms", "write_queue": "1MB", "durable": True}
     raw = {
@@ -190,6 +224,11 @@ def test_a_duration_without_a_known_unit_is_refused_with_the_remedy(deadline: ob
         (document(tier(io={"threads": 0})), "secondary[0].io.threads: must be greater than or eq"),
         (document(tier(name="a b")), "secondary[0].name: must match pattern"),
         (document(tier(path="")), "secondary[0].path: must have at least 1 character"),
+        (document(tier(io={"write_queue": "0B"})), "secondary[0].io.write_queue: must be greater"),
+        (
+            document(gpu={"pitched_from": "0B"}),
+            "gpu.pitched_from: must be greater than 0, got '0B'",
+        ),
         (document(secondary={}), "secondary: must be a valid list"),
         ([], "expected a mapping with 'primary', got list"),
     ],
@@ -264,7 +303,8 @@ def test_loading_creates_nothing(tmp_path: Path) -> None:
     [
         ("primary: {capacity: 1GiB}\nversion: 1\nprimary: {}", "line 3, column 1: key 'primary' s"),
         ("primary: {capacity: 1GiB, capacity: 2GiB}", "line 1, column 27: key 'capacity' stands"),
-        ("primary: [", "line 1, column 11: "),
+        ("primary: [", "line 1, column 11: while parsing a flow node, expected the node content"),
+        ("primary: {}\n---\nversion: 1", "line 2, column 1: expected a single document in the str"),
         ("primary: !!python/name:os.system", "line 1, column 10: could not determine a constr"),
         ("", "expected a mapping with 'primary', got NoneType"),
         ("primary: {capacity: 1GiB, huge_pages: yes}", "primary.huge_pages: must be a valid bool"),

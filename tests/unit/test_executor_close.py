@@ -51,7 +51,6 @@ def open_executor(tmp_path, memory: HostMemory, wait: Callable[[], object]) -> T
 def load() -> Load:
     slots = np.array([SLOT])
     promote = Promote(
-        job_id=JobId(1),
         tier_idx=0,
         group_idx=0,
         keys=tuple(make_offload_keys(Namespace(b"n" * 8), 0, [b"h" * 32])),

@@ -2,9 +2,11 @@
 
 import errno
 import logging
+import math
 import os
 import shutil
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +16,7 @@ from tierstore.backend.opening import leftover_directories
 from tierstore.backend.syscall import SystemCalls
 from tierstore.errors import BackendError
 from tierstore.layout import PAGE_BYTES
+from tierstore.record import EXTENT_RECORDS_MAX, HEADER_BYTES
 from tierstore.testing.backend_conformance import (
     SEGMENT_BYTES,
     Extent,
@@ -202,6 +205,62 @@ def test_an_extent_is_one_write_and_adjacent_records_are_one_read(tmp_path):
     system.reads.clear()
     assert backend.read(first.to_read()[5:] + second.to_read()[:5]) == {}
     assert len(system.reads) == 2, "the header page of a partial extent is one more read"
+    backend.close()
+
+
+def test_headers_that_an_extent_does_not_use_are_zero(tmp_path):
+    backend = opened(tmp_path)
+    first = Extent(EXTENT_RECORDS_MAX, 100)
+    write_extent(backend, first)
+    write_extent(backend, Extent(2, 100, page=first.run.page_count))
+    page = (tmp_path / "00000000.seg").read_bytes()[first.run.page_count * PAGE_BYTES :][
+        :PAGE_BYTES
+    ]
+    assert page.startswith(b"TSRECORD")
+    assert page[HEADER_BYTES:].startswith(b"TSRECORD")
+    assert not any(page[2 * HEADER_BYTES :])
+    backend.close()
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_durable_write_has_flushed_every_segment_when_it_returns(tmp_path, durable):
+    flushes = []
+
+    class FlushSystem(SystemCalls):
+        def flush(self, fd):
+            flushes.append(str(Path(f"/proc/self/fd/{fd}").readlink()))
+            super().flush(fd)
+
+    backend = opened(tmp_path, durable=durable, system=FlushSystem())
+    write_extent(backend, Extent(2, 100), Extent(2, 100, segment=1))
+    names = ["00000000.seg", "00000001.seg"]
+    assert flushes == [str(tmp_path / name) for name in names] * durable
+    backend.sync()
+    assert flushes == [str(tmp_path / name) for name in names], "once is enough"
+    backend.close()
+
+
+def test_a_dead_device_is_not_asked_for_every_record(tmp_path):
+    backend, schedule = faulty(tmp_path, errno.EIO, 1 << 60, mode="buffered")
+    extent = Extent(EXTENT_RECORDS_MAX, 100)
+    write_extent(backend, extent)
+    schedule._fail_count = math.inf
+    schedule.fail_from_now()
+    asked = schedule.call_count
+    assert extent.served(backend) == [FailureReason.IO_ERROR] * EXTENT_RECORDS_MAX
+    assert schedule.call_count - asked <= 4
+    schedule.heal()
+    assert extent.served(backend) == [None] * EXTENT_RECORDS_MAX
+    backend.close()
+
+
+def test_a_segment_that_somebody_cut_off_is_whole_again_before_it_is_written(tmp_path):
+    backend = opened(tmp_path)
+    first = Extent(2, 100)
+    write_extent(backend, first)
+    os.truncate(tmp_path / "00000000.seg", PAGE_BYTES)
+    write_extent(backend, Extent(2, 100, page=first.run.page_count))
+    assert (tmp_path / "00000000.seg").stat().st_size == SEGMENT_BYTES
     backend.close()
 
 

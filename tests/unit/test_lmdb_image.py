@@ -102,8 +102,8 @@ class Image:
         self.big_node = self.large_leaf * PAGE + int(leaf[16:18].view("<u2")[0])
         self.run = int(self.u64(self.big_node + 8 + 8))
         second = int(main[18:20].view("<u2")[0])
-        rows_at = self.main_page * PAGE + second + 8 + 4
-        rows = self.bytes[rows_at : rows_at + DB_DTYPE.itemsize].view(DB_DTYPE)[0]
+        self.rows_at = at = self.main_page * PAGE + second + 8 + 4
+        rows = self.bytes[at : at + DB_DTYPE.itemsize].view(DB_DTYPE)[0]
         self.branch = int(rows["root"])
         self.first_child = self.branch * PAGE + int(pages[self.branch][16:18].view("<u2")[0])
         self.leaf = int(self.u32(self.first_child))
@@ -153,6 +153,7 @@ DAMAGE = {
     "depth": (lambda i: (meta_at(i, "main") + db_at("depth"), 2, 2), "page header"),
     "no depth": (lambda i: (meta_at(i, "main") + db_at("depth"), 0, 2), "depth"),
     "entries": (lambda i: (i.row_at + db_at("entries"), 1 << 20, 8), "entries is 1048576"),
+    "branches": (lambda i: (i.rows_at + db_at("branch_pages"), 7, 8), "count of branches"),
     "flags of a database": (lambda i: (i.row_at + db_at("flags"), 4, 2), "large: flags"),
     "two trees share pages": (
         lambda i: (i.row_at + db_at("root"), i.main_page, 8),
@@ -167,7 +168,7 @@ DAMAGE = {
         lambda i: (i.leaf * PAGE + 14, int(i.u32(i.leaf * PAGE + 12) >> 16) - 2, 2),
         "space of its nodes",
     ),
-    "offset of a node": (lambda i: (i.leaf * PAGE + 16, 4094, 2), "offset of a node"),
+    "offset of a node": (lambda i: (i.leaf * PAGE + 16, 4094, 2), "node offset"),
     "two nodes in one place": (
         lambda i: (i.leaf * PAGE + 16, int(i.u32(i.leaf * PAGE + 16) >> 16), 2),
         "node",
@@ -186,7 +187,10 @@ DAMAGE = {
     "named database in a named one": (lambda i: (i.node + 4, 2, 2), "database"),
     "key without bytes, value larger": (lambda i: (i.node, 48, 8), "node"),
     "odd lower": (lambda i: (i.leaf * PAGE + 12, int(i.u32(i.leaf * PAGE + 12)) + 1, 4), "header"),
-    "odd offset": (lambda i: (i.leaf * PAGE + 16, int(i.u32(i.leaf * PAGE + 16)) + 1, 4), "offset"),
+    "odd offset": (
+        lambda i: (i.leaf * PAGE + 16, int(i.u32(i.leaf * PAGE + 16)) + 1, 4),
+        "node offset",
+    ),
     "child": (lambda i: (i.first_child, 1 << 30, 4), "beyond the last page"),
     "high bits of a child": (lambda i: (i.first_child + 4, 1, 2), "beyond the last page"),
     "a child twice": (lambda i: (i.first_child, i.next_leaf, 4), "two purposes"),

@@ -92,3 +92,13 @@ def test_idle_class_gives_its_slabs_to_a_busy_one(eviction):
     assert tier.locate(keys_of(*range(32))) == [None] * 32
     assert sum(slot is not None for slot in tier.locate(keys_of(*range(100, 120)))) == 8
     assert tier.check() == []
+
+
+def test_arc_remembers_no_more_than_the_pool_holds():
+    tier = open_tier(4, eviction="arc")
+    store(tier, 0, 1, 2, 3)
+    tier.touch(keys_of(3))
+    for number in range(10, 20):
+        store(tier, number)
+    assert store(tier, 0).evicted == keys_of(17)
+    assert tier.coldest(4)[-1] == keys_of(3)[0], "what left long ago came back as a stranger"

@@ -1,10 +1,12 @@
 """The secondary tier with its thread, several processes, and kills."""
 
+import json
 import logging
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import lmdb
@@ -15,6 +17,7 @@ from tierstore.key import make_offload_keys
 from tierstore.lmdb_env import LmdbEnv
 from tierstore.manifest import Manifest
 from tierstore.tier.catalog_messages import Committed, Freed, Placed
+from tierstore.tier.reservation import ChunkState
 from tierstore.tier.secondary import SecondaryTier
 
 MIB = 1 << 20
@@ -36,19 +39,22 @@ print(problems, flush=True)
 """
 
 
+MANIFEST = Manifest.simple("m", CHUNK)
+EPOCH = MANIFEST.in_epoch("first")
+
+
 def open_tier(path, capacity=8 * MIB):
     config = SecondaryConfig(name="t", backend="file", path=path, capacity_bytes=capacity)
-    return SecondaryTier.open(config, Manifest.simple("m", CHUNK), tier_idx=0, rank_count=1)
+    return SecondaryTier.open(config, MANIFEST, tier_idx=0, rank_count=1)
 
 
-def keys_of(*numbers):
-    namespace = Manifest.simple("m", CHUNK).namespace
-    return make_offload_keys(namespace, 0, [b"%016d" % number for number in numbers])
+def keys_of(*numbers, manifest=MANIFEST):
+    return make_offload_keys(manifest.namespace, 0, [b"%016d" % number for number in numbers])
 
 
-def store(tier, *numbers, ticket=1):
+def store(tier, *numbers, ticket=1, manifest=MANIFEST):
     """Store keys as the planner and an executor would; confirms every release."""
-    tier.request_places(ticket, keys_of(*numbers), CHUNK)
+    tier.request_places(ticket, keys_of(*numbers, manifest=manifest), CHUNK)
     answer = None
     while answer is None:
         assert tier.wait(10)
@@ -91,10 +97,72 @@ def test_places_commits_and_releases_flow_through_the_writer_thread(tmp_path):
 def test_a_forgotten_namespace_is_unreachable_at_once_and_usable_again(tmp_path):
     tier = open_tier(tmp_path)
     store(tier, 1, 2)
-    tier.forget_namespace()
+    tier.reset(MANIFEST)
     assert tier.locate(keys_of(1, 2)) == [None, None]
     store(tier, 1)
     assert [bool(place) for place in tier.locate(keys_of(1, 2))] == [True, False]
+    tier.close()
+
+
+def test_a_question_about_many_keys_finds_its_answer_in_a_later_step(tmp_path):
+    tier = open_tier(tmp_path)
+    store(tier, *range(20))
+    keys = keys_of(*range(40))
+    assert tier.states(keys) == [ChunkState.ARRIVING] * 40
+    until = time.monotonic() + 30
+    while ChunkState.ARRIVING in tier.states(keys):
+        assert time.monotonic() < until
+    assert tier.states(keys) == [ChunkState.RECORDED] * 20 + [ChunkState.ABSENT] * 20
+    tier.remove(keys[:1])
+    assert tier.wait(10)
+    tier.reset(MANIFEST)
+    assert tier.states(keys) == [ChunkState.ABSENT] * 40
+    assert tier.wait(10)
+    assert tier.locate(keys) == [None] * 40
+    tier.close()
+
+
+def stored_names(tier):
+    """Return the `epoch` of every manifest on the path, "" for none."""
+    databases = tier._catalog._databases
+    with tier._catalog._env.read(databases.namespaces) as txn, txn.cursor() as cursor:
+        return sorted(dict(json.loads(value)["extra"]).get("epoch", "") for _, value in cursor)
+
+
+def test_the_records_of_an_epoch_are_forgotten_when_its_process_is_gone(tmp_path, caplog):
+    tier = open_tier(tmp_path)
+    store(tier, 1, 2)
+    tier.reset(EPOCH)
+    store(tier, 2, 3, manifest=EPOCH)
+    assert all(tier.locate(keys_of(2, 3, manifest=EPOCH)))
+    assert tier.locate(keys_of(1, 2, 3)) == [None] * 3
+    assert stored_names(tier) == ["", "first"]
+    meanwhile = open_tier(tmp_path)  # an epoch whose process lives is left alone
+    store(meanwhile, 9, ticket=2)
+    assert all(tier.locate(keys_of(2, 3, manifest=EPOCH)))
+    meanwhile.close()
+    tier.close()
+    later = open_tier(tmp_path)
+    assert all(later.locate(keys_of(9))), "what others stored is found while an epoch is forgotten"
+    assert later.wait(10)
+    assert later.stats().record_count == 1
+    assert stored_names(later) == [""]
+    assert later.check() == []
+    assert not caplog.messages, "an epoch is no other identity of the model"
+    later.close()
+
+
+def test_a_second_reset_ends_the_first_epoch(tmp_path):
+    tier = open_tier(tmp_path)
+    tier.reset(EPOCH)
+    store(tier, 1, manifest=EPOCH)
+    second = MANIFEST.in_epoch("second")
+    assert second == EPOCH.in_epoch("second")
+    tier.reset(second)
+    store(tier, 1, ticket=2, manifest=second)
+    assert tier.locate(keys_of(1, manifest=EPOCH)) == [None]
+    assert all(tier.locate(keys_of(1, manifest=second)))
+    assert stored_names(tier) == ["", "second"]
     tier.close()
 
 

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -45,6 +46,11 @@ class Round:
     """Empty the engine's own prefix cache first: only tierstore can hit then."""
     one_by_one: bool = False
     """Generate for each prompt alone, after the one before."""
+    aborts: bool = False
+    """Abort the batch after 0, 1, 2, ... steps instead, with slow loads; a leak ends the engine.
+
+    Both halves must be in the engine's own process, and the connector a `slow.SlowConnector`.
+    """
     waits_for: str | None = None
     """A file: the round begins when it is there (another engine has done its part)."""
     announces: str | None = None
@@ -89,7 +95,10 @@ class EngineResult:
 
     rounds: dict[str, list[Answer]]
     metrics: dict[str, float]
-    """tierstore's Prometheus counters and some of vLLM's, by name and by `name{label}`."""
+    """tierstore's Prometheus counters and some of vLLM's, by name and by `name{label}`.
+
+    `aborted{stage}` is how many requests were aborted while waiting, loading, or decoding.
+    """
     log: str
 
 
@@ -130,7 +139,8 @@ def engine_environment(*, separate_process: bool) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "2",
+        # Two threads that wait for each other by spinning crawl beside anything else on two cores.
+        "OMP_NUM_THREADS": "1",
     }
 
 
@@ -163,6 +173,7 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
     llm = LLM(job["model"], dtype=job["dtype"], **arguments)
     prompts: dict[str, list[list[int]]] = {}
     rounds: dict[str, list[dict[str, Any]]] = {}
+    aborted: Counter[str] = Counter()
     for name, batch in job["rounds"].items():
         if batch["waits_for"]:
             _wait_for(Path(batch["waits_for"]))
@@ -177,6 +188,10 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
         )
         prompts[name] = _prompts(batch, prompts, rounds)
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts[name]]
+        if batch["aborts"]:
+            aborted += _abort(llm, inputs, sampling)
+            rounds[name] = []
+            continue
         batches = [[one] for one in inputs] if batch["one_by_one"] else [inputs]
         rounds[name] = [
             _answer(output)
@@ -185,7 +200,7 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
         ]
         if batch["announces"]:
             _announce(llm, Path(batch["announces"]))
-    metrics = read_metrics(llm)
+    metrics = read_metrics(llm) | {f"aborted{{{stage}}}": n for stage, n in aborted.items()}
     if job["ends"] == "sigterm":
         _terminate(llm)
     if job["ends"] == "exit":
@@ -230,6 +245,16 @@ def _prompts(
         return batch["prompts"]
     turns = zip(prompts[earlier], rounds[earlier], batch["prompts"], strict=True)
     return [prompt + answer["tokens"] + more for prompt, answer, more in turns]
+
+
+def _abort(llm: Any, inputs: list[Any], sampling: Any) -> Counter[str]:
+    from aborting import ABORT_STEPS_MAX, abort_after
+
+    stages: Counter[str] = Counter()
+    for step_count in range(ABORT_STEPS_MAX):
+        stages += abort_after(step_count, llm, inputs, sampling)
+        _reset(llm)
+    return stages
 
 
 def _wait_for(file: Path) -> None:

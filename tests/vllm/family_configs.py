@@ -1,11 +1,12 @@
 """Configurations of the model families, small enough for a CPU: what matters is their KV caches."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import transformers
 
-__all__ = ["CONFIGS", "VOCABULARY"]
+__all__ = ["CONFIGS", "ENGINE_ARGUMENTS", "VOCABULARY"]
 
 VOCABULARY = 320
 _COMMON: dict[str, Any] = {
@@ -37,13 +38,16 @@ _LINEAR: dict[str, Any] = {
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
+def _llama() -> transformers.PretrainedConfig:
+    return transformers.LlamaConfig(**_COMMON, num_hidden_layers=3, intermediate_size=256)
+
+
 def _mla(config_class: type, **changes: Any) -> transformers.PretrainedConfig:
     return config_class(
-        **(_COMMON | {"num_key_value_heads": 4}),
+        **(_COMMON | {"num_key_value_heads": 4, "head_dim": 64}),
         num_hidden_layers=3,
         intermediate_size=256,
         **{
-            # Dense: transformers stores experts in one tensor, vLLM loads them one by one.
             "first_k_dense_replace": 3,
             "moe_intermediate_size": 64,
             "n_routed_experts": 4,
@@ -59,9 +63,7 @@ def _mla(config_class: type, **changes: Any) -> transformers.PretrainedConfig:
 
 
 CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
-    "llama": lambda: transformers.LlamaConfig(
-        **_COMMON, num_hidden_layers=3, intermediate_size=256
-    ),
+    "llama": _llama,
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
         **_COMMON, **_EXPERTS, num_hidden_layers=3, intermediate_size=256
     ),
@@ -168,4 +170,90 @@ CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "deepseek_v3": lambda: _mla(
         transformers.DeepseekV3Config, q_lora_rank=64, n_group=1, topk_group=1
     ),
+    "qwen3": lambda: transformers.Qwen3Config(
+        **_COMMON, num_hidden_layers=3, intermediate_size=256
+    ),
+    "llama_fp8": _llama,
+    "exaone4": lambda: transformers.Exaone4Config(
+        **_COMMON,
+        num_hidden_layers=4,
+        intermediate_size=256,
+        sliding_window=128,
+        layer_types=[_SLIDING] * 3 + [_FULL],
+    ),
+    "mimo_v2_flash": lambda: transformers.MiMoV2FlashConfig(
+        # Full layers have four KV heads, sliding ones two. A narrower V would need Triton.
+        **(_COMMON | {"num_key_value_heads": 4}),
+        v_head_dim=32,
+        num_hidden_layers=4,
+        intermediate_size=256,
+        sliding_window=128,
+        layer_types=[_FULL, _SLIDING, _SLIDING, _FULL],
+        mlp_layer_types=["dense"] * 4,
+        # How the published configuration says the same, and vLLM reads it.
+        hybrid_layer_pattern=[0, 1, 1, 0],
+        moe_layer_freq=[0, 0, 0, 0],
+        layernorm_epsilon=1e-5,
+        sliding_window_size=128,
+        swa_num_attention_heads=4,
+        swa_num_key_value_heads=2,
+        swa_head_dim=32,
+        swa_v_head_dim=32,
+    ),
+    "olmo_hybrid": lambda: transformers.OlmoHybridConfig(
+        **_COMMON, **_LINEAR, num_hidden_layers=4, intermediate_size=256
+    ),
+    "falcon_h1": lambda: transformers.FalconH1Config(
+        **_COMMON,
+        num_hidden_layers=3,
+        intermediate_size=256,
+        mamba_d_ssm=256,
+        mamba_n_heads=8,
+        mamba_n_groups=2,
+        mamba_d_state=32,
+        mamba_chunk_size=64,
+    ),
+    "zamba2": lambda: transformers.Zamba2Config(
+        **(_TIED | {"num_key_value_heads": 4, "head_dim": 64}),
+        num_hidden_layers=4,
+        intermediate_size=256,
+        layers_block_type=["linear_attention", "hybrid"] * 2,
+        n_mamba_heads=8,
+        mamba_ngroups=2,
+        mamba_d_state=32,
+        chunk_size=64,
+    ),
+    "granite_moe_hybrid": lambda: transformers.GraniteMoeHybridConfig(
+        **_COMMON,
+        num_hidden_layers=4,
+        intermediate_size=128,
+        shared_intermediate_size=128,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+        position_embedding_type="rope",
+        attention_multiplier=1 / math.sqrt(32),
+        mamba_n_heads=8,
+        mamba_n_groups=2,
+        mamba_d_state=32,
+        mamba_chunk_size=64,
+    ),
+    "jamba": lambda: transformers.JambaConfig(
+        **_COMMON,
+        num_hidden_layers=4,
+        intermediate_size=256,
+        num_experts=1,
+        num_experts_per_tok=1,
+        attn_layer_period=4,
+        attn_layer_offset=3,
+    ),
+    "glm4_moe_lite": lambda: _mla(
+        transformers.Glm4MoeLiteConfig,
+        q_lora_rank=64,
+        first_k_dense_replace=2,
+        mlp_layer_types=["dense", "dense", "sparse"],
+    ),
 }
+
+ENGINE_ARGUMENTS: dict[str, dict[str, Any]] = {"llama_fp8": {"kv_cache_dtype": "fp8_e5m2"}}
+"""Further arguments of `vllm.LLM` that make a family."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import read_metrics
+from leaks import find_leaks
 
 __all__ = ["SEAMS", "Lab", "main"]
 
@@ -89,19 +90,29 @@ class Lab:
         """The worker half."""
         return self.worker_connector._worker
 
-    def ask(self, prompts: list[list[int]], *, salt: str | None = None) -> dict[str, Any]:
-        """Answer prompts one after the other."""
-        outputs = [self._generate(prompt, salt) for prompt in prompts]
+    def ask(
+        self, prompts: list[list[int]], *, salt: str | None = None, is_cached: bool = True
+    ) -> dict[str, Any]:
+        """Answer prompts one after the other; tierstore keeps out of it unless `is_cached`."""
+        outputs = [self._generate(prompt, salt, is_cached=is_cached) for prompt in prompts]
         return {
             "tokens": [list(output.outputs[0].token_ids) for output in outputs],
             "cached": [output.num_cached_tokens or 0 for output in outputs],
             "reasons": [str(output.outputs[0].finish_reason) for output in outputs],
         }
 
-    def _generate(self, prompt: list[int], salt: str | None = None) -> Any:
+    def _generate(
+        self, prompt: list[int], salt: str | None = None, *, is_cached: bool = True
+    ) -> Any:
         from vllm import SamplingParams
 
-        sampling = SamplingParams(temperature=0, max_tokens=6, detokenize=False, ignore_eos=True)
+        sampling = SamplingParams(
+            temperature=0,
+            max_tokens=6,
+            detokenize=False,
+            ignore_eos=True,
+            extra_args={"kv_transfer_params": {"tierstore.cache": is_cached}},
+        )
         asked: dict[str, Any] = {"prompt_token_ids": prompt}
         if salt is not None:
             asked["cache_salt"] = salt
@@ -146,17 +157,7 @@ class Lab:
     def check(self) -> list[str]:
         """Name what leaked."""
         self.idle()
-        stack = self.half._stack
-        problems = list(self.half.check())
-        if stack.primary._pins:
-            problems.append(f"{len(stack.primary._pins)} chunks stay pinned in memory")
-        if stack.primary.arriving:
-            problems.append(f"{len(stack.primary.arriving)} chunks stay arriving")
-        problems += [
-            f"{len(tier._pins)} records stay pinned" for tier in stack.secondaries if tier._pins
-        ]
-        if self.worker._open_jobs or self.worker._load_requests:
-            problems.append("the worker half has jobs that nobody answers")
+        problems = find_leaks(self.half, self.worker)
         if not self.llm.reset_prefix_cache():
             problems.append("the engine's prefix cache cannot be reset: blocks leaked")
         return problems

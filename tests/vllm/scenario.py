@@ -96,25 +96,28 @@ def tier_config(backend: str, path: Path, **offload: Any) -> dict[str, Any]:
 
 def assert_same_answers(
     result: EngineResult, name: str, reference: EngineResult, reference_name: str, noise: float
-) -> None:
-    """Compare one round with one of a run without a connector.
+) -> int:
+    """Compare one round with one of a run without a connector; return how many tokens were.
 
     `noise` is what the logprobs of two runs without a connector differ by, as their batches differ.
     Where the reference chose by less than that, either choice is right, and what follows in that
     answer says nothing.
     """
+    token_count = 0
     pairs = zip(result.rounds[name], reference.rounds[reference_name], strict=True)
     for number, (ours, theirs) in enumerate(pairs):
         where = f"round {name!r}, prompt {number}"
         assert ours.finish_reason == theirs.finish_reason, where
-        assert_same_answer(ours, theirs, noise, where)
+        token_count += assert_same_answer(ours, theirs, noise, where)
+    return token_count
 
 
-def assert_same_answer(ours: Answer, theirs: Answer, noise: float, where: str) -> None:
-    """Compare one answer; see `assert_same_answers`."""
+def assert_same_answer(ours: Answer, theirs: Answer, noise: float, where: str) -> int:
+    """Compare one answer; return its tokens up to a near tie (see `assert_same_answers`)."""
     for position, token in enumerate(theirs.tokens):
         at = f"{where}, token {position}"
         if ours.tokens[position] != token:
             assert theirs.margins[position] <= noise, at
-            return
+            return position
         assert abs(ours.logprobs[position] - theirs.logprobs[position]) <= noise, at
+    return len(theirs.tokens)

@@ -38,7 +38,7 @@ def test_a_listener_that_applies_all_events_knows_what_is_resident(actions: list
     heard: set[object] = set()
     for action in actions:
         if action == "reset":
-            stack.reset()
+            stack.reset(manifest)
         else:
             reservation = stack.reserve_offload(0, keys[action : action + 2])
             failed = [0] if action == 3 and reservation.keys else []

@@ -7,7 +7,7 @@ and one for the restart. Hits are counted by vLLM itself.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -70,6 +70,7 @@ class TierRun:
     """One model over one tier: two engines, one after the other."""
 
     model: Model
+    scenario: Scenario
     first: EngineResult
     restarted: EngineResult
     tier_path: Path
@@ -88,24 +89,27 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 @pytest.fixture(
     scope="module",
     params=[
-        ("llama", "file"),
-        ("llama", "lmdb"),
-        ("mistral", "file"),
-        ("mistral", "lmdb"),
-        ("qwen3_next", "file"),
-        ("qwen3_next", "lmdb"),
-        ("gemma3", "file"),
+        ("llama", "file", 1),
+        ("llama", "lmdb", 1),
+        ("mistral", "file", 1),
+        ("mistral", "lmdb", 1),
+        ("qwen3_next", "file", 1),
+        ("qwen3_next", "lmdb", 1),
+        ("gemma3", "file", 1),
+        ("gemma3", "file", 2),
     ],
-    ids="-".join,
+    ids=lambda param: "-".join(map(str, param)),
 )
 def run(request: pytest.FixtureRequest, models: Models) -> Iterator[TierRun]:
-    family, backend = request.param
+    family, backend, blocks_per_chunk = request.param
     model = models.get(family)
-    tier_path = model.folder / backend
-    config = tier_config(backend, tier_path)
+    tier_path = model.folder / f"{backend}-{blocks_per_chunk}"
+    config = tier_config(backend, tier_path, blocks_per_chunk=blocks_per_chunk)
     # Both ways to run the engine must work: the lmdb runs have both halves in one process.
     separate = backend == "file"
-    scenario = model.scenario
+    scenario = replace(
+        model.scenario, alignment_tokens=model.scenario.alignment_tokens * blocks_per_chunk
+    )
     first = run_engine(
         scenario.job(scenario.rounds(), config=config, separate_process=separate), model.folder
     )
@@ -118,7 +122,7 @@ def run(request: pytest.FixtureRequest, models: Models) -> Iterator[TierRun]:
     restarted = run_engine(
         scenario.job(again, config=config, separate_process=separate), model.folder
     )
-    return TierRun(model, first, restarted, tier_path)
+    return TierRun(model, scenario, first, restarted, tier_path)
 
 
 @pytest.mark.parametrize("name", ["cold", "warm", "varied", "second turn"])
@@ -132,23 +136,23 @@ def test_answers_after_a_restart_are_those_of_an_engine_without_tierstore(run: T
 
 def test_all_but_the_last_token_is_loaded_from_memory(run: TierRun):
     cached = [answer.cached for answer in run.first.rounds["warm"]]
-    assert cached == run.model.scenario.expected_first()
+    assert cached == run.scenario.expected_first()
 
 
 def test_all_but_the_last_token_is_loaded_from_disk_after_a_restart(run: TierRun):
     cached = [answer.cached for answer in run.restarted.rounds["restarted"]]
-    assert cached == run.model.scenario.expected_first()
+    assert cached == run.scenario.expected_first()
     assert run.restarted.metrics["tierstore_promoted_chunks"] > 0
 
 
 def test_nothing_is_loaded_past_the_first_difference(run: TierRun):
     cached = [answer.cached for answer in run.first.rounds["varied"]]
-    assert cached == run.model.scenario.expected_varied()
+    assert cached == run.scenario.expected_varied()
 
 
 def test_a_second_turn_finds_the_first_answer(run: TierRun):
     cached = [answer.cached for answer in run.first.rounds["second turn"]]
-    assert cached == run.model.scenario.expected_second_turn()
+    assert cached == run.scenario.expected_second_turn()
 
 
 def test_no_load_failed(run: TierRun):

@@ -5,13 +5,11 @@ are aborted at any stage leak nothing. Method: one engine fills a tier, the test
 engine reads it; and an engine with slow loads whose requests are aborted after 0, 1, 2, ... steps.
 """
 
-import json
-import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engine import Round, engine_environment, run_engine
+from engine import Round, run_engine
 from scenario import ANSWER_TOKENS, Scenario, assert_same_answers, tier_config
 from tiny_models import DTYPES, build_model
 
@@ -57,25 +55,17 @@ def test_damaged_records_are_recomputed_and_stored_again(
 def test_requests_aborted_at_any_step_leak_nothing(family: str, model_folder: Path, tmp_path: Path):
     scenario = Scenario(build_model(family, model_folder), DTYPES[family], 32)
     prompts = [prompt for prompt in scenario.first if len(prompt) >= 320][:4]
-    job = {
-        "model": str(scenario.model),
-        "dtype": scenario.dtype,
-        "config": tier_config("file", tmp_path / "tier") | {"primary": {"capacity": "4MiB"}},
-        "prompts": prompts,
-    }
-    (tmp_path / "job.json").write_text(json.dumps(job))
-    process = subprocess.run(
-        [sys.executable, Path(__file__).parent / "aborting.py", "job.json", "result.json"],
-        cwd=tmp_path,
-        env=engine_environment(separate_process=False),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+    one = Round(prompts=prompts, max_tokens=12)
+    rounds = {"cold": one, "aborted": replace(one, aborts=True), "again": one}
+    job = scenario.job(
+        rounds,
+        config=tier_config("file", tmp_path / "tier") | {"primary": {"capacity": "4MiB"}},
+        connector="slow.SlowConnector",
+        separate_process=False,
     )
-    assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-5000:]
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert result["problems"] == []
-    assert result["same"]
-    assert all(result["cached"])
-    assert result["aborted_while_loading"] > 0, "no request was aborted while it was loading"
+    result = run_engine(job, tmp_path)
+    tokens = {name: [answer.tokens for answer in result.rounds[name]] for name in rounds}
+    assert tokens["again"] == tokens["cold"]
+    assert all(answer.cached for answer in result.rounds["again"])
+    for stage in ("waiting", "loading", "decoding"):
+        assert result.metrics[f"aborted{{{stage}}}"] > 0, stage

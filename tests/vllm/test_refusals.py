@@ -2,11 +2,12 @@
 
 Goal: every KV cache that cannot be described ends in one warning that names layer and reason, no
 external hit, and no exception. Method: both connectors are driven through vLLM's hooks as an engine
-does, with a KV cache that was spoiled in one way.
+does, with a KV cache that was spoiled in one way; and a real engine has one group of that kind.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -177,6 +178,27 @@ def test_pages_are_not_guessed_from_a_known_shape():
     )
     with pytest.raises(LayoutError, match="HiddenStateCacheSpec"):
         known.describe()
+
+
+def test_an_engine_with_one_group_that_cannot_be_cached_moves_nothing(tmp_path: Path):
+    """Without prefix caching the states of qwen3_next are not restorable, its attention is."""
+    from engine import Round, run_engine
+    from scenario import Scenario, tier_config
+    from tiny_models import DTYPES, build_model
+
+    scenario = Scenario(build_model("qwen3_next", tmp_path), DTYPES["qwen3_next"], 288)
+    one = Round(prompts=[prompt for prompt in scenario.first if len(prompt) > 320], one_by_one=True)
+    rounds = {"first": one, "second": one}
+    config = tier_config("file", tmp_path / "tier")
+    engine = {"enable_prefix_caching": False}
+    result = run_engine(scenario.job(rounds, config=config, engine=engine), tmp_path)
+    assert [a.tokens for a in result.rounds["second"]] == [a.tokens for a in result.rounds["first"]]
+    assert {answer.cached for answer in result.rounds["second"]} == {0}
+    said = [line for line in result.log.splitlines() if "tierstore caches nothing: cause=" in line]
+    assert len(said) == 1
+    assert "MambaSpec) cannot be restored from a prefix cache" in said[0]
+    assert not any(value for name, value in result.metrics.items() if "tierstore" in name)
+    assert not (tmp_path / "tier").exists()
 
 
 def start_connectors(memory: Memory) -> tuple[TierStoreConnector, TierStoreConnector]:

@@ -28,7 +28,7 @@ def knows(half: SchedulerHalf, params: object) -> bool:
             request_id="r", lora_request=None, kv_transfer_params=params, block_hashes=[b"h" * 32]
         )
     )
-    return half._planner.completes_chunk("r", 1 << 62)
+    return bool(half._planner.completing(["r"], [1 << 62]))
 
 
 @pytest.mark.parametrize("params", [None, {}, {"other": 1}, {"tierstore.cache": True}])
@@ -60,4 +60,4 @@ def test_a_request_with_an_adapter_stays_unknown(half) -> None:
             block_hashes=[b"h" * 32],
         )
     )
-    assert not half._planner.completes_chunk("r", 1 << 62)
+    assert not half._planner.completing(["r"], [1 << 62])

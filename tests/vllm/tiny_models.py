@@ -13,10 +13,18 @@ import torch
 import transformers
 from family_configs import CONFIGS
 from safetensors.torch import save_file
+from transformers.core_model_loading import revert_weight_conversion
 
 __all__ = ["DTYPES", "build_model"]
 
-_BFLOAT16_ONLY = ("qwen3_next", "qwen3_5", "deepseek_v2", "deepseek_v3")
+_BFLOAT16_ONLY = (
+    "qwen3_next",
+    "qwen3_5",
+    "olmo_hybrid",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe_lite",
+)
 DTYPES = dict.fromkeys(CONFIGS, "float32") | dict.fromkeys(_BFLOAT16_ONLY, "bfloat16")
 """float32 makes runs comparable token for token; some kernels exist for bfloat16 only."""
 
@@ -31,10 +39,16 @@ def build_model(family: str, folder: Path, *, seed: int = 0) -> Path:
     dtype = getattr(torch, DTYPES[family])
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config)
-    weights = {
-        name: _scaled(name, tensor, seed).to(dtype).contiguous()
+    scaled = {
+        name: _scaled(name, tensor, seed).to(dtype)
         for name, tensor in model.state_dict().items()
         if not (config.tie_word_embeddings and name.startswith("lm_head"))
+    }
+    # Names and shapes as published: some models are kept differently in memory, and vLLM leaves a
+    # weight that it does not know as it is.
+    weights = {
+        name: tensor.contiguous().clone()
+        for name, tensor in revert_weight_conversion(model, scaled).items()
     }
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     _write_tokenizer(path)

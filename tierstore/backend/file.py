@@ -330,7 +330,7 @@ class FileBackend:
         rereads_left = _FAILED_REREADS_MAX
         mismatch: Mismatch | None = None
         for index in suspects:
-            if rereads_left:
+            if rereads_left > 0:
                 mismatch = self._read_alone(records[index], places[index])
             if mismatch is not None:
                 failed[index] = mismatch.reason

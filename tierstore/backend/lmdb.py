@@ -22,7 +22,13 @@ import numpy.typing as npt
 
 from tierstore.backend.failure import FailureLog
 from tierstore.backend.protocol import RecordIo
-from tierstore.errors import BackendCorruptError, BackendFullError, ClosedError, TierStoreError
+from tierstore.errors import (
+    BackendCorruptError,
+    BackendFullError,
+    BackendMapFullError,
+    ClosedError,
+    TierStoreError,
+)
 from tierstore.geometry import lmdb_body_bytes
 from tierstore.lmdb_env import LmdbEnv, ViewTransaction
 from tierstore.record import (
@@ -42,6 +48,7 @@ _logger = logging.getLogger(__name__)
 
 _REASONS: dict[type[TierStoreError], FailureReason] = {
     BackendFullError: FailureReason.FULL,
+    BackendMapFullError: FailureReason.FULL,
     BackendCorruptError: FailureReason.CORRUPT,
     ClosedError: FailureReason.CLOSED,
 }

@@ -216,7 +216,11 @@ class SegmentFiles:
 
     def _insert(self, segment: int, fd: int) -> Segment:
         """Put a fresh descriptor into the cache, unless another thread was faster."""
-        opened = Segment(fd, _map(fd) if self._mapped else None)
+        try:
+            opened = Segment(fd, _map(fd) if self._mapped else None)
+        except BaseException:
+            os.close(fd)
+            raise
         self.forget_unlinked()
         unused = []
         with self._lock:

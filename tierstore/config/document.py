@@ -48,10 +48,19 @@ def _schema(pattern: str, example: str) -> WithJsonSchema:
 
 
 def _path_text(raw: object) -> object:
-    return os.fspath(raw) if isinstance(raw, os.PathLike) else raw
+    text = os.fspath(raw) if isinstance(raw, os.PathLike) else raw
+    if isinstance(text, str):
+        if "\0" in text:
+            raise ValueError(f"a path has no zero bytes, got {text!r}")
+        try:
+            Path(text).expanduser()
+        except RuntimeError as error:
+            raise ValueError(f"{text!r} names an unknown home; give a whole path") from error
+    return text
 
 
 Size = Annotated[int, BeforeValidator(parse_size), _schema(SIZE_PATTERN, "20GiB")]
+PositiveSize = Annotated[Size, Field(gt=0)]
 Duration = Annotated[float, BeforeValidator(parse_duration), _schema(DURATION_PATTERN, "2s")]
 PathText = Annotated[str, BeforeValidator(_path_text)]
 
@@ -65,7 +74,7 @@ class _Section(BaseModel):
 class PrimarySection(_Section):
     """The tier in host memory."""
 
-    capacity: Size = Field(gt=0)
+    capacity: PositiveSize
     """Host memory for chunks, per worker process; rounded down to whole slots."""
     eviction: Literal["lru", "arc"] = "arc"
     """Which chunk leaves first."""
@@ -96,7 +105,7 @@ class IoSection(_Section):
     """I/O threads per worker process."""
     deadline: Duration = Field(default=2.0, gt=0, json_schema_extra={"default": "2s"})
     """A load that takes longer fails and is recomputed."""
-    write_queue: Size = Field(default=256 << 20, gt=0, json_schema_extra={"default": "256MiB"})
+    write_queue: PositiveSize = Field(default=256 << 20, json_schema_extra={"default": "256MiB"})
     """Write-behind limit: what would wait beyond it is dropped and counted."""
     durable: bool = False
     """Also flush payload to the device before a record becomes visible."""
@@ -121,13 +130,13 @@ class SecondarySection(_Section):
     """`file`: segment files, for large tiers; `lmdb`: one database file, for small ones."""
     path: PathText = Field(min_length=1)
     """A directory of its own; `~` is expanded; relative to the folder of the YAML file."""
-    capacity: Size = Field(gt=0)
+    capacity: PositiveSize
     """Hard limit of all bytes below `path`: catalog, every rank and every engine included."""
     cascade: Literal["write_through", "on_evict", "second_touch"] = "write_through"
     """When chunks are written: at once, when memory evicts them, or at their second use."""
     eviction: Literal["lru"] = "lru"
     """Which record leaves first."""
-    io: IoSection = IoSection()
+    io: IoSection = Field(default=IoSection(), json_schema_extra={"default": {}})
 
     def build(self, folder: Path) -> SecondaryConfig:
         """Return the section as the rest of tierstore sees it; `folder` bases a relative path."""
@@ -162,7 +171,7 @@ class GpuSection(_Section):
     """Runs smaller than this are gathered by a kernel; `0B`: none are."""
     kernel_runs: int | None = Field(default=None, ge=1)
     """Fewer small runs than this are not worth a kernel."""
-    pitched_from: Size | None = Field(default=None, gt=0)
+    pitched_from: PositiveSize | None = None
     """Equally spaced rows of at least this size become one 2-D copy."""
     kernel_sms: int = Field(default=4, ge=1, le=64)
     """Multiprocessors of the GPU that the kernel occupies at most."""
@@ -185,8 +194,8 @@ class Document(_Section):
     primary: PrimarySection
     secondary: list[SecondarySection] = Field(default=[], max_length=8)
     """Tiers on disk, in the order in which they are asked."""
-    offload: OffloadSection = OffloadSection()
-    gpu: GpuSection = GpuSection()
+    offload: OffloadSection = Field(default=OffloadSection(), json_schema_extra={"default": {}})
+    gpu: GpuSection = Field(default=GpuSection(), json_schema_extra={"default": {}})
 
     def build(self, folder: Path) -> StoreConfig:
         """Return the document as the rest of tierstore sees it."""

@@ -33,7 +33,14 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, object]) -> StoreC
     """
     if isinstance(source, Mapping):
         return _check(source, Path.cwd())
-    path = Path(source).expanduser().absolute()
+    if not isinstance(source, str | os.PathLike):
+        raise ConfigError(
+            f"expected a mapping or the path of a YAML file, got {type(source).__name__}"
+        )
+    try:
+        path = Path(source).expanduser().absolute()
+    except (RuntimeError, TypeError) as error:  # `~` of nobody, a path of bytes
+        raise ConfigError(f"{source!r}: {error}; give the path of a YAML file") from error
     try:
         return _check(_read(path), path.parent)
     except ConfigError as error:
@@ -73,7 +80,7 @@ def _read(path: Path) -> object:
 
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # not there, no text, or a zero byte in the path
         raise ConfigError(f"cannot be read: {error}") from error
     return parse_yaml(text)
 

@@ -20,6 +20,7 @@ _DURATION_UNITS = {"ms": Decimal("0.001"), "s": Decimal(1), "min": Decimal(60)}
 
 SIZE_PATTERN = rf"^([0-9]+(?:\.[0-9]+)?) ?({'|'.join(_SIZE_UNITS)})$"
 """A regular expression that JSON Schema understands too."""
+_SIZE_MAX = _SIZE_UNITS["TiB"] << 20
 DURATION_PATTERN = rf"^([0-9]+(?:\.[0-9]+)?) ?({'|'.join(_DURATION_UNITS)})$"
 
 
@@ -27,7 +28,8 @@ def parse_size(text: object) -> int:
     """Return the bytes that `text` means, rounded down: `20GiB`, `512 MiB`, `1.5GB`, `4096B`.
 
     Raises:
-        ValueError: the unit is missing or unknown; the message says what to write.
+        ValueError: the unit is missing or unknown, or no device is as large; the message says what
+            to write.
     """
     match = re.fullmatch(SIZE_PATTERN, text) if isinstance(text, str) else None
     if match is None:
@@ -37,7 +39,10 @@ def parse_size(text: object) -> int:
                 text, "GiB" if _is_small(text) else "B", "B, KiB, MiB, GiB, TiB or KB, MB, GB, TB"
             )
         )
-    return int(Decimal(match[1]) * _SIZE_UNITS[match[2]])
+    size = Decimal(match[1]) * _SIZE_UNITS[match[2]]
+    if size > _SIZE_MAX:
+        raise ValueError(f"expected at most 1048576TiB, got {text}")
+    return int(size)
 
 
 def parse_duration(text: object) -> float:

@@ -26,8 +26,10 @@ def parse_yaml(text: str) -> object:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise ConfigError(f"{where}{error.problem or error}") from error
-    except yaml.YAMLError as error:
+        what = ", ".join(part for part in (error.context, error.problem) if part)
+        raise ConfigError(f"{where}{what}") from error
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        # The library lets through what its constructors raise for a value behind a wrong tag.
         raise ConfigError(f"not YAML: {error}") from error
 
 

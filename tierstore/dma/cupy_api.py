@@ -29,7 +29,6 @@ _SUCCESS, _NOT_READY = 0, 600
 _CAPTURE_ERRORS = range(900, 908)
 """cudaErrorStreamCaptureUnsupported .. cudaErrorCapturedEvent."""
 _MEMCPY_DEFAULT = 4
-_STREAM_NON_BLOCKING = 1
 _EVENT_DISABLE_TIMING = 2
 _HOST_PORTABLE_MAPPED = 1 | 2
 _CAPTURE_MODE_RELAXED = 2

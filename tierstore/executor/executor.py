@@ -124,10 +124,17 @@ class TransferExecutor:
             engine.register(caches, manifest.blocks_per_chunk, pool.address, pool.size_bytes)
             if pin_threads is not None:
                 pin_threads.open()
-        tiers = [
-            TierIo(tier, manifest, open_backend, rank=rank, rank_count=rank_count)
-            for tier in config.secondary
-        ]
+        tiers: list[TierIo] = []
+        try:
+            tiers.extend(
+                TierIo(tier, manifest, open_backend, rank=rank, rank_count=rank_count)
+                for tier in config.secondary
+            )
+        except BaseException:  # of a plug-in, or no more threads: those that run must end
+            for opened in tiers:
+                opened.pool.close(_CLOSE_TIMEOUT_SECONDS)
+                opened.backend.close()
+            raise
         return cls(
             manifest=manifest,
             pool=pool,
@@ -166,8 +173,6 @@ class TransferExecutor:
                     after = self._engine.mark_compute()
                 job.after = after
                 self._start_load(job, command)
-            elif isinstance(command, Promote):
-                self._start_promote(job, command, 0, None)
             elif isinstance(command, Demote):
                 self._start_demote(job, command)
             else:
@@ -253,9 +258,7 @@ class TransferExecutor:
             self._start_promote(job, promote, first, index)
             first += len(promote.keys)
 
-    def _start_promote(
-        self, job: Job, promote: Promote, first: int, index: PartIndex | None
-    ) -> None:
+    def _start_promote(self, job: Job, promote: Promote, first: int, index: PartIndex) -> None:
         """Queue the reads of a promote; its keys have the indices from `first` in the job."""
         tier = self._tiers[promote.tier_idx]
         indices = range(first, first + len(promote.keys))
@@ -319,14 +322,14 @@ class TransferExecutor:
         copy.job.ok = False
         copy.job.failed.update(dict.fromkeys(range(copy.offload_count), reason))
 
-    def _read(self, job: Job, backend: Backend, span: RecordSpan, index: PartIndex | None) -> None:
+    def _read(self, job: Job, backend: Backend, span: RecordSpan, index: PartIndex) -> None:
         """Fill slots and send them on to the GPU (in an I/O thread)."""
         failed: dict[int, FailureReason] = dict.fromkeys(
             range(span.record_count), FailureReason.IO_ERROR
         )
         try:
             failed = backend.read(span.records(self._pool.array.data, self._slot_bytes))
-            if index is not None and self._engine is not None:
+            if self._engine is not None:
                 self._send_on(job, index.parts_of(span.slots_without(failed)), self._engine)
         finally:
             self._end_task(job, span, failed)

@@ -1,7 +1,7 @@
 """The control half: requests, groups and steps of an engine, planned over the tiers."""
 
 from tierstore.planner.load import LoadTarget
-from tierstore.planner.planner import HitSplit, OffloadPlanner, PrefixAnswer
+from tierstore.planner.planner import OffloadPlanner, PrefixAnswer
 from tierstore.planner.step import (
     EngineStep,
     FullTable,
@@ -14,7 +14,6 @@ from tierstore.planner.step import (
 __all__ = [
     "EngineStep",
     "FullTable",
-    "HitSplit",
     "LoadTarget",
     "NewBlocks",
     "OffloadPlanner",

@@ -57,8 +57,17 @@ class GroupOffloadConfig:
 
         Keys are not kept: an engine may cut a request's hash list and continue it differently.
         """
+        return self.keys_of(self.hashes(block_hashes, first_chunk, end_chunk))
+
+    def hashes(
+        self, block_hashes: Sequence[bytes], first_chunk: int, end_chunk: int
+    ) -> Sequence[bytes]:
+        """Return what names the chunks [first_chunk, end_chunk), as far as they are hashed yet."""
         step = self.hashes_per_chunk
-        hashes = block_hashes[(first_chunk + 1) * step - 1 : end_chunk * step : step]
+        return block_hashes[(first_chunk + 1) * step - 1 : end_chunk * step : step]
+
+    def keys_of(self, hashes: Sequence[bytes]) -> list[OffloadKey]:
+        """Build the keys of chunks from what `hashes` returned, of any number of requests."""
         return make_offload_keys(self.namespace, self.spec.group_idx, hashes)
 
     def restored_from(self, lengths: IntArray) -> IntArray:

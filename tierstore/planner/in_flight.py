@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 from tierstore.tier.reservation import LoadReservation, OffloadReservation
 from tierstore.transfer import JobId
@@ -47,9 +48,13 @@ class InFlight:
         """Forget an offload that was answered; None: the job is not an offload."""
         job = self.offloads.pop(job_id, None)
         if job is not None:
-            for block_id in job.block_ids:
-                if self._readers.get(block_id) == job_id:
-                    del self._readers[block_id]
+            last = list(map(self._readers.pop, job.block_ids, repeat(job_id)))
+            if last.count(job_id) < len(last):
+                # A later job reads some of the blocks: its entries go back.
+                entries = zip(job.block_ids, last, strict=True)
+                self._readers.update(
+                    (block, reader) for block, reader in entries if reader != job_id
+                )
         return job
 
     def readers_of(self, block_ids: Iterable[int]) -> set[JobId]:

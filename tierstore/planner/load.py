@@ -74,7 +74,9 @@ def build_load(
         keys = config.keys(block_hashes, base + first, base + end)
         if len(keys) != end - first:
             return None
-        wanted.append(_Wanted(config, [keys[i] for i in (chunks - first).tolist()], rows[chunks]))
+        if len(chunks) < len(keys):
+            keys = [keys[i] for i in (chunks - first).tolist()]
+        wanted.append(_Wanted(config, keys, rows[chunks]))
     if not wanted:
         return None
     reservation = stack.reserve_load([(w.config.spec.group_idx, w.keys) for w in wanted])

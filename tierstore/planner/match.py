@@ -11,14 +11,14 @@ from tierstore.tier.reservation import ChunkState
 from tierstore.tier.stack import TierStack
 from tierstore.transfer import IntArray
 
-__all__ = ["PrefixMatch", "match_prefix"]
+__all__ = ["RestorablePrefix", "match_prefix"]
 
 _FIRST_BATCH = 64
 """Chunks asked at first; doubled while all are there, so that a miss costs one short lookup."""
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixMatch:
+class RestorablePrefix:
     """The longest restorable prefix, local tokens included; 0 where nothing is gained."""
 
     ready_tokens: int
@@ -33,7 +33,7 @@ def match_prefix(
     block_hashes: Sequence[bytes],
     local_tokens: int,
     token_count: int,
-) -> PrefixMatch:
+) -> RestorablePrefix:
     """Find the largest aligned hit in (local_tokens, token_count) that satisfies every group.
 
     One token is left to compute. Changes nothing. Full attention is asked first and in growing
@@ -56,7 +56,7 @@ def match_prefix(
         (local_tokens // alignment + 1) * alignment, hoped_limit + 1, alignment, dtype=np.int64
     )
     if not len(lengths):
-        return PrefixMatch(0, 0)
+        return RestorablePrefix(0, 0)
     others = [config for config in configs if config.spec.kind is not GroupKind.FULL]
     # The longest length alone first: it is the answer nearly always, and its windows are short.
     for candidates in (lengths[-1:], lengths):
@@ -66,7 +66,7 @@ def match_prefix(
         ready_ok &= candidates <= ready_limit
         if ready_ok[-1] or len(lengths) == 1:
             break
-    return PrefixMatch(_last(candidates, ready_ok), _last(candidates, hoped_ok))
+    return RestorablePrefix(_last(candidates, ready_ok), _last(candidates, hoped_ok))
 
 
 def _full_run(
@@ -79,10 +79,10 @@ def _full_run(
     """Return up to which token every chunk is ready, and up to which it is at least arriving."""
     tokens_per_chunk = config.tokens_per_chunk
     first = local_tokens // tokens_per_chunk
-    keys = config.keys(block_hashes, first, limit // tokens_per_chunk + config.is_draft)
+    hashes = config.hashes(block_hashes, first, limit // tokens_per_chunk + config.is_draft)
     ready, asked, batch = -1, 0, _FIRST_BATCH
-    while asked < len(keys):
-        states = bytes(stack.locate(keys[asked : asked + batch]))
+    while asked < len(hashes):
+        states = bytes(stack.locate_run(config.keys_of(hashes[asked : asked + batch])))
         arriving = states.find(ChunkState.ARRIVING)
         absent = states.find(ChunkState.ABSENT)
         if ready < 0 <= arriving and not 0 <= absent < arriving:
@@ -91,7 +91,8 @@ def _full_run(
             asked += absent
             break
         asked += len(states)
-        batch *= 2
+        # From the first chunk on that is not resident, the tiers are asked for all the rest.
+        batch = 2 * batch if states.count(ChunkState.RESIDENT) == len(states) else len(hashes)
     ready = asked if ready < 0 else ready
     first -= config.is_draft
     return (first + ready) * tokens_per_chunk, (first + asked) * tokens_per_chunk
@@ -113,7 +114,7 @@ def _others_satisfied(
         keys = config.keys(block_hashes, base, end)
         batches.append((config, base, keys))
     asked = [key for _, _, keys in batches for key in keys]
-    all_states = np.frombuffer(bytes(stack.locate(asked)), np.uint8)
+    all_states = np.frombuffer(bytes(stack.locate_in_step(asked)), np.uint8)
     ready_ok = np.ones(len(lengths), np.bool_)
     hoped_ok = ready_ok.copy()
     offset = 0

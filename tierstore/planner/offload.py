@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tierstore.key import OffloadKey
 from tierstore.layout import GroupKind
 from tierstore.planner.groups import GroupOffloadConfig
 from tierstore.planner.in_flight import InFlight, OffloadJob
@@ -25,7 +24,8 @@ again."""
 class _Batch:
     """Chunks of one group that this step completes, of all requests: one job."""
 
-    keys: list[OffloadKey] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)
+    """Of which the keys are made, at once for all requests."""
     block_ids: list[int] = field(default_factory=list)
     """Of all chunks in order, as many for each."""
     request_ids: set[str] = field(default_factory=set)
@@ -81,17 +81,19 @@ class Offloads:
         group.next_chunk = max(group.next_chunk, end)
         if first >= end:
             return
-        keys = config.keys(state.block_hashes, first, end)
+        hashes = config.hashes(state.block_hashes, first, end)
         blocks = group.block_ids[first * blocks_per_chunk : end * blocks_per_chunk]
         if 0 in blocks or config.spec.kind is not GroupKind.FULL:
             rows = np.array(blocks, np.int64).reshape(end - first, blocks_per_chunk)
             ends = np.arange(first + 1, end + 1, dtype=np.int64) * per_chunk
             chosen = np.flatnonzero(rows.all(axis=1) & config.can_serve_a_hit(ends))
-            keys = [keys[i] for i in chosen.tolist()]
+            hashes = [hashes[i] for i in chosen.tolist()]
             blocks = rows[chosen].ravel().tolist()
-        if keys:
-            batch = batches.setdefault(group_idx, _Batch())
-            batch.keys += keys
+        if hashes:
+            batch = batches.get(group_idx)
+            if batch is None:
+                batch = batches[group_idx] = _Batch()
+            batch.hashes += hashes
             batch.block_ids += blocks
             batch.request_ids.add(progress.request_id)
 
@@ -102,25 +104,26 @@ class Offloads:
         if config is None or not block.block_id or block.boundary_tokens % config.alignment_tokens:
             return
         chunk = block.boundary_tokens // config.tokens_per_chunk - 1
-        keys = config.keys(state.block_hashes, chunk, chunk + 1)
-        if keys:
+        hashes = config.hashes(state.block_hashes, chunk, chunk + 1)
+        if hashes:
             batch = batches.setdefault(block.group_idx, _Batch())
-            batch.keys += keys
+            batch.hashes += hashes
             batch.block_ids.append(block.block_id)
             batch.request_ids.add(block.request_id)
 
     def _reserve(self, group_idx: int, batch: _Batch) -> Offload | None:
         if len(self._in_flight.offloads) >= OFFLOAD_COUNT_MAX:
             return None
-        reservation = self._stack.reserve_offload(group_idx, batch.keys)
+        keys = self._configs[group_idx].keys_of(batch.hashes)
+        reservation = self._stack.reserve_offload(group_idx, keys)
         if not reservation.keys:
             return None
         # Those that the next batches will evict are recorded now, so that they are by then.
         self._stack.demote_victims(group_idx, 2 * len(reservation.keys))
-        count = len(batch.keys)
+        count = len(keys)
         rows = np.fromiter(batch.block_ids, np.int64, len(batch.block_ids)).reshape(count, -1)
         block_ids = batch.block_ids
-        if len(reservation.indices) < count or reservation.keys != tuple(batch.keys):
+        if len(reservation.indices) < count:
             rows = rows[list(reservation.indices)]
             block_ids = rows.ravel().tolist()
         job_id = self._stack.new_job_id()

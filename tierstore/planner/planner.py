@@ -1,5 +1,6 @@
 """The control half between an engine's scheduler and the tiers."""
 
+import dataclasses
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from itertools import chain
 
 from tierstore.key import Namespace
 from tierstore.layout import GroupKind, GroupSpec
+from tierstore.manifest import Manifest
 from tierstore.metrics import Counters, Metric
 from tierstore.planner.groups import build_group_configs
 from tierstore.planner.in_flight import InFlight, LoadJob
@@ -21,7 +23,6 @@ from tierstore.transfer import Command, JobId, StepPlan, TransferDone
 __all__ = [
     "IDLE_STEP_COUNT_MAX",
     "WAIT_COUNT_MAX",
-    "HitSplit",
     "OffloadPlanner",
     "PrefixAnswer",
 ]
@@ -42,14 +43,6 @@ class PrefixAnswer:
     token_count: int
     ask_again: bool = False
     """More is arriving: no decision yet."""
-
-
-@dataclass(frozen=True, slots=True)
-class HitSplit:
-    """Where the tokens of a load come from."""
-
-    primary_tokens: int
-    secondary_tokens: int
 
 
 class OffloadPlanner:
@@ -134,10 +127,11 @@ class OffloadPlanner:
             return PrefixAnswer(0, ask_again=True)
         return PrefixAnswer(max(found.ready_tokens - local_tokens, 0))
 
-    def begin_load(self, request_id: str, target: LoadTarget) -> HitSplit | None:
+    def begin_load(self, request_id: str, target: LoadTarget) -> int | None:
         """Pin what a promised hit needs and plan its load into the blocks of `target`.
 
-        None: it is gone meanwhile. The next step then names the request as failed.
+        Returns how many of the tokens come from secondary tiers. None: the hit is gone meanwhile;
+        the next step then names the request as failed.
         """
         state = self._requests.get(request_id)
         plan = None
@@ -149,20 +143,24 @@ class OffloadPlanner:
             self._counters.add(Metric.FAILED_LOADS, label="gone")
             return None
         state.load_job = plan.command.job_id
+        state.loaded_tokens = 0 if target.local_tokens else target.hit_tokens
         state.has_kv = True
         self._in_flight.loads[plan.command.job_id] = LoadJob(plan.reservation, request_id)
         self._loads.append(plan.command)
         self._load_requests[plan.command.job_id] = request_id
         self._fences |= self._in_flight.readers_of(target.block_ids())
-        secondary_tokens = min(plan.promoted_tokens, target.hit_tokens - target.local_tokens)
-        return HitSplit(
-            target.hit_tokens - target.local_tokens - secondary_tokens, secondary_tokens
-        )
+        return min(plan.promoted_tokens, target.hit_tokens - target.local_tokens)
 
-    def completes_chunk(self, request_id: str, ready_tokens: int) -> bool:
-        """Say whether a request with so many ready tokens belongs into `EngineStep.progress`."""
-        state = self._requests.get(request_id)
-        return state is not None and ready_tokens >= state.next_ready_tokens
+    def completing(self, request_ids: Sequence[str], ready_tokens: Sequence[int]) -> list[int]:
+        """Say which requests, by position, belong into `EngineStep.progress` if so far ready."""
+        find = self._requests.get
+        return [
+            i
+            for i, (state, ready) in enumerate(
+                zip(map(find, request_ids), ready_tokens, strict=True)
+            )
+            if state is not None and ready >= state.next_ready_tokens
+        ]
 
     def plan_step(self, step: EngineStep) -> PlannedStep:
         """Take what the engine scheduled; return the transfers around this step.
@@ -217,11 +215,12 @@ class OffloadPlanner:
         self._stack.finish_load(load.reservation, done)
         is_lost = bool(done.failed) or not done.ok
         if is_lost:
-            reasons = {reason.value for reason in done.failed.values()} or {"copy"}
+            reasons = {reason.value for reason in done.failed.values()} or {"copy_failed"}
             self._counters.add(Metric.FAILED_LOADS, label=min(reasons))
         state = self._requests.get(load.request_id)
         if state is not None and state.load_job == done.job_id:
             state.load_job = None
+            state.loaded_tokens = 0 if is_lost else state.loaded_tokens
             # The engine asks again at once; with the same answer it would fail for ever.
             state.is_suppressed |= is_lost
 
@@ -237,15 +236,19 @@ class OffloadPlanner:
             or self._stack.has_work()
         )
 
-    def reset(self) -> None:
-        """Forget all cached chunks: the weights changed.
+    def reset(self, manifest: Manifest) -> None:
+        """Forget all cached chunks: the weights changed. What comes now is `manifest`'s.
 
         Requests that are running or loading hold blocks of the old weights, and what they compute
         next depends on them; nothing of it is offloaded until the engine starts them from nothing.
         """
-        self._stack.reset()
+        self._stack.reset(manifest)
+        self._configs = tuple(
+            dataclasses.replace(config, namespace=manifest.namespace) for config in self._configs
+        )
+        self._offloads = Offloads(self._configs, self._stack, self._in_flight)
         for state in self._requests.values():
-            state.outdate()
+            state.outdate(self._configs)
 
     def check(self) -> list[str]:
         """Verify that nothing leaks; return the problems in words (empty: sound)."""

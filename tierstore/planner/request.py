@@ -35,6 +35,8 @@ class RequestOffloadState:
     """So many computed tokens complete the next chunk of some group."""
     wait_count: int = 0
     load_job: JobId | None = None
+    loaded_tokens: int = 0
+    """The load brought everything before this token, the first included; said to the next table."""
     is_suppressed: bool = False
     """A load failed: this request is recomputed, and never asks the tiers again."""
     has_kv: bool = False
@@ -57,14 +59,17 @@ class RequestOffloadState:
     def replace_tables(self, tables: Sequence[Sequence[int]], computed_tokens: int) -> None:
         """Take full tables (admission, resumption): every chunk is offered again.
 
-        Chunks that the tiers still hold cost one lookup; those evicted since come back. An outdated
+        But for those that were loaded a moment ago, for this table. Chunks that the tiers still
+        hold cost one lookup; those evicted since come back. An outdated
         request is offered again only if it starts from nothing.
         """
         self.has_kv = True
         self.is_outdated &= computed_tokens > 0
+        loaded_tokens = self.loaded_tokens if self.loaded_tokens <= computed_tokens else 0
+        self.loaded_tokens = 0
         for group_idx, group in self.groups.items():
             group.block_ids = list(tables[group_idx])
-            group.next_chunk = 0
+            group.next_chunk = loaded_tokens // group.config.tokens_per_chunk
         self.expect_next_chunk()
 
     def append_blocks(self, tables: Sequence[Sequence[int]]) -> None:
@@ -72,8 +77,11 @@ class RequestOffloadState:
         for group_idx, group in self.groups.items():
             group.block_ids.extend(tables[group_idx])
 
-    def outdate(self) -> None:
-        """Offer nothing that is computed from here on, if it comes after KV from before."""
+    def outdate(self, configs: Sequence[GroupOffloadConfig]) -> None:
+        """Name chunks by `configs`, and offer none that comes after KV from before."""
+        for config in configs:
+            if config.spec.group_idx in self.groups:
+                self.groups[config.spec.group_idx].config = config
         if self.has_kv:
             self.is_outdated = True
             self.next_ready_tokens = _NEVER
@@ -83,10 +91,8 @@ class RequestOffloadState:
         if self.is_outdated:
             self.next_ready_tokens = _NEVER
             return
-        self.next_ready_tokens = min(
-            (
-                (group.next_chunk + 1) * group.config.tokens_per_chunk + group.config.is_draft
-                for group in self.groups.values()
-            ),
-            default=_NEVER,
-        )
+        self.next_ready_tokens = _NEVER
+        for group in self.groups.values():
+            config = group.config
+            ready_tokens = (group.next_chunk + 1) * config.tokens_per_chunk + config.is_draft
+            self.next_ready_tokens = min(self.next_ready_tokens, ready_tokens)

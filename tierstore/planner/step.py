@@ -57,7 +57,7 @@ class EngineStep:
     full_tables: Sequence[FullTable] = ()
     new_blocks: Sequence[NewBlocks] = ()
     progress: Sequence[Progress] = ()
-    """Of those requests for which `OffloadPlanner.completes_chunk`; others may be left out."""
+    """Of those requests that `OffloadPlanner.completing` names; others may be left out."""
     state_blocks: Sequence[StateBlock] = ()
     overwritten_block_ids: Sequence[int] = ()
     """Blocks that are written although they are new in no table (copy on write)."""

@@ -167,6 +167,9 @@ class Cascade:
             elif isinstance(event, Committed):
                 self._finish_commit(event)
             else:
+                self._counters.add(
+                    Metric.EVICTED_CHUNKS, event.evicted_count, label=self._config.name
+                )
                 commands.append(self._start_release(event, new_job_id()))
         if self._unreleased:
             self._calls_until_retry -= 1
@@ -306,11 +309,13 @@ class Cascade:
     def _finish_commit(self, committed: Committed) -> None:
         writing = self._committing.pop(committed.ticket, None)
         if writing is not None:  # otherwise it was cancelled
+            self._secondary.on_recorded(writing.keys)
             self._finish_keys(writing.group_idx, writing.keys)
 
     def _finish_keys(self, group_idx: int, keys: Sequence[OffloadKey]) -> None:
         self._primary.unpin(keys)
-        self._in_flight.difference_update(keys)
+        if self._in_flight:
+            self._in_flight.difference_update(keys)
         self._queued_bytes -= len(keys) * self._groups[group_idx].chunk_bytes
 
     def _start_release(self, freed: Freed, job_id: JobId) -> Release:

@@ -154,7 +154,7 @@ class Catalog:
         in the map for those that evict a few records, which do not spare any.
 
         Raises:
-            BackendFullError: the map or the device is full; nothing was changed.
+            BackendMapFullError: the map is full; nothing was changed.
             BackendError: the catalog failed; nothing was changed.
             CatalogError: a row is damaged; nothing was changed.
         """

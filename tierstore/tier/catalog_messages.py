@@ -6,6 +6,7 @@ from tierstore.key import Namespace, OffloadKey
 from tierstore.transfer import FailureReason, PageRun, Place
 
 __all__ = [
+    "BeginEpoch",
     "CommitTicket",
     "Committed",
     "Evict",
@@ -46,6 +47,8 @@ class Freed:
     release_id: int
     runs: tuple[PageRun, ...]
     empty_segments: tuple[int, ...]
+    evicted_count: int
+    """Records among them that were evicted; others were removed, or never published."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +107,25 @@ class ForgetNamespace:
 
 
 @dataclass(frozen=True, slots=True)
+class BeginEpoch:
+    """Records of this namespace will come, which only this process finds."""
+
+    namespace: Namespace
+    manifest_json: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Evict:
     """Look again whether there is room for what waits and for what comes next."""
 
 
 Operation = (
-    RequestPlaces | CommitTicket | TouchKeys | RemoveKeys | ReleaseDone | ForgetNamespace | Evict
+    RequestPlaces
+    | CommitTicket
+    | TouchKeys
+    | RemoveKeys
+    | ReleaseDone
+    | ForgetNamespace
+    | BeginEpoch
+    | Evict
 )

@@ -2,6 +2,7 @@
 
     state       b"state"                 -> StateRow
     namespaces  namespace (8)            -> manifest, canonical JSON in full
+    epochs      namespace (8)            -> owner (u32 LE): the one process that asks for it
     records     key                      -> RECORD_DTYPE: place, sequence, uses
     order       sequence (u64 BE)        -> pages of the record (u32 LE) + key; oldest first
     extents     segment, header page (u32 BE each) -> ExtentRow; only extents with a live record
@@ -25,6 +26,7 @@ from tierstore.record import PLACE_DTYPE
 __all__ = [
     "EXTENT_DTYPE",
     "ORDER_PAGES_BYTES",
+    "OWNER_BYTES",
     "RECORD_DTYPE",
     "RUN_DTYPE",
     "Databases",
@@ -48,6 +50,7 @@ EXTENT_DTYPE = np.dtype(
 )
 RUN_DTYPE = np.dtype([("segment", "<u4"), ("first_page", "<u4"), ("page_count", "<u4")])
 ORDER_PAGES_BYTES = 4
+OWNER_BYTES = 4
 
 segment_key = struct.Struct(">I").pack
 wide_key = struct.Struct(">Q").pack
@@ -82,6 +85,7 @@ class Databases:
     def __init__(self, env: LmdbEnv) -> None:
         self.state = env.database(b"state")
         self.namespaces = env.database(b"namespaces")
+        self.epochs = env.database(b"epochs")
         self.records = env.database(b"records")
         self.order = env.database(b"order")
         self.extents = env.database(b"extents")

@@ -13,6 +13,7 @@ from tierstore.key import NAMESPACE_BYTES, Namespace, OffloadKey
 from tierstore.lmdb_env import Transaction
 from tierstore.tier.catalog_schema import (
     ORDER_PAGES_BYTES,
+    OWNER_BYTES,
     RECORD_DTYPE,
     Databases,
     PendingRow,
@@ -171,8 +172,26 @@ class CatalogTxn:
         self.space.state.evicted_count += len(keys)
         return len(keys)
 
+    def begin_epoch(self, namespace: Namespace, manifest_json: bytes) -> None:
+        """Enter a namespace that only this owner asks for."""
+        self._txn.put(namespace, manifest_json, db=self._databases.namespaces)
+        owner = self.space.owner.to_bytes(OWNER_BYTES, "little")
+        self._txn.put(namespace, owner, db=self._databases.epochs)
+
+    def dead_epochs(self, is_dead: Callable[[int], bool]) -> list[Namespace]:
+        """Return the namespaces whose only owner is dead."""
+        with self._txn.cursor(db=self._databases.epochs) as cursor:
+            return [
+                Namespace(bytes(namespace))
+                for namespace, owner in cursor
+                if is_dead(int.from_bytes(owner, "little"))
+            ]
+
     def forget_namespace(self, namespace: Namespace, count_max: int) -> bool:
-        """Remove up to `count_max` records of a namespace; say whether there may be more."""
+        """Remove up to `count_max` records of a namespace; say whether there may be more.
+
+        An epoch without records is over.
+        """
         keys: list[OffloadKey] = []
         with self._txn.cursor(db=self._databases.records) as cursor:
             if cursor.set_range(namespace):
@@ -181,7 +200,10 @@ class CatalogTxn:
                         break
                     keys.append(OffloadKey(key))
         self.remove(keys)
-        return len(keys) == count_max
+        has_more = len(keys) == count_max
+        if not has_more and self._txn.delete(namespace, db=self._databases.epochs):
+            self._txn.delete(namespace, db=self._databases.namespaces)
+        return has_more
 
     def adopt_dead(
         self, is_dead: Callable[[int], bool], *, with_idle_releases: bool = False

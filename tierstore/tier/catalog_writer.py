@@ -4,15 +4,25 @@ Synchronous: `SecondaryTier` calls it in its mailbox's thread, tests call it dir
 one transaction; tickets, waiting requests and events change only after it committed.
 """
 
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import cast
 
 from tierstore.clock import Clock
-from tierstore.errors import BackendError, BackendFullError, CatalogError
-from tierstore.key import OffloadKey
+from tierstore.errors import (
+    BackendCorruptError,
+    BackendError,
+    BackendFullError,
+    BackendMapFullError,
+    CatalogDamagedError,
+    CatalogError,
+)
+from tierstore.key import Namespace, OffloadKey
 from tierstore.tier.catalog import Catalog
 from tierstore.tier.catalog_messages import (
+    BeginEpoch,
     Committed,
     CommitTicket,
     Evict,
@@ -78,10 +88,16 @@ class CatalogWriter:
         if self._needs_sync and self._clock.seconds() - self._synced_at >= _SYNC_SECONDS:
             self.sync()
 
-    def recover(self) -> None:
-        """Adopt what dead owners left, and make room if the capacity shrank."""
+    def recover(self) -> list[Namespace]:
+        """Adopt what dead owners left, and make room if the capacity shrank.
+
+        Returns:
+            Namespaces to forget: epochs of dead owners, whose records nobody will ever ask for.
+        """
+        epochs: list[Namespace] = []
         try:
             with self._catalog.transaction(self._pins) as work:
+                epochs = work.dead_epochs(self._catalog.is_owner_dead)
                 releases = work.adopt_dead(self._catalog.is_owner_dead)
                 freed = work.space.emit()
         except (BackendError, CatalogError) as error:
@@ -89,6 +105,7 @@ class CatalogWriter:
         else:
             self.events.extend(_freed(release) for release in [*releases, freed] if release)
         self.handle([Evict()])
+        return epochs
 
     def sync(self) -> None:
         """Flush what was committed to the device."""
@@ -103,7 +120,7 @@ class CatalogWriter:
         try:
             try:
                 has_more = self._transact(batch)
-            except BackendFullError as error:
+            except BackendMapFullError as error:
                 self._log("catalog full, evicting", error)
                 self._relieve()
                 has_more = self._transact(batch)
@@ -120,7 +137,7 @@ class CatalogWriter:
         waiting = self.waiting.copy()
         events: list[SecondaryEvent] = []
         with self._catalog.transaction(self._pins) as work:
-            for operation in batch:
+            for operation in _joined_touches(batch):
                 if isinstance(operation, RequestPlaces):
                     waiting.append(operation)
                 else:
@@ -136,9 +153,8 @@ class CatalogWriter:
             self._writing.update(ticket.keys)
         self.waiting = waiting
         if freed:
-            events.append(_freed(freed))
-        self.events.extend(map(Committed, closed))
-        self.events.extend(events)
+            events.append(_freed(freed, work.evicted_count))
+        self.events.extend([*map(Committed, closed), *events])
         self._needs_sync = True
         return has_more
 
@@ -155,6 +171,8 @@ class CatalogWriter:
                 work.remove(keys)
             case ReleaseDone(release_id):
                 work.space.release(release_id)
+            case BeginEpoch(namespace, manifest_json):
+                work.begin_epoch(namespace, manifest_json)
             case _:
                 pass
 
@@ -242,7 +260,8 @@ class CatalogWriter:
     def _relieve(self) -> None:
         """Evict an eighth of a catalog whose map is full.
 
-        The catalog is kept below the size that failed from now on.
+        The catalog is kept below the size that failed from now on. A full device is no reason:
+        what fills it may go again, and records with it would not make room for the catalog.
         """
         self._catalog.forget_dead_readers()
         evicted_count, wanted_count = 0, 1
@@ -266,7 +285,7 @@ class CatalogWriter:
                 has_more = step(work)
                 freed = work.space.emit()
             if freed:
-                self.events.append(_freed(freed))
+                self.events.append(_freed(freed, work.evicted_count))
             # What a transaction frees can be used from the next but one on.
             for _ in range(2):
                 with self._catalog.transaction(spares_pages=False):
@@ -280,7 +299,7 @@ class CatalogWriter:
         try:
             try:
                 self._remove_namespace(operation)
-            except BackendFullError as error:
+            except BackendMapFullError as error:
                 self._log("catalog full, evicting", error)
                 self._catalog.forget_dead_readers()
                 namespace = operation.namespace
@@ -301,8 +320,12 @@ class CatalogWriter:
                 self.events.append(_freed(freed))
 
     def _give_up(self, batch: Sequence[Operation], error: Exception) -> None:
-        """Answer requests with a refusal; keep what must not be lost for the next batch."""
+        """Answer requests with a refusal; keep what must not be lost for the next batch.
+
+        What meets damage is lost, for it would meet it again, together with what comes after it.
+        """
         full = isinstance(error, BackendFullError)
+        is_damage = isinstance(error, BackendCorruptError | CatalogDamagedError)
         reason = FailureReason.FULL if full else FailureReason.IO_ERROR
         requests = [operation for operation in batch if isinstance(operation, RequestPlaces)]
         for request in [*self.waiting, *requests]:
@@ -311,9 +334,14 @@ class CatalogWriter:
         for operation in batch:
             match operation:
                 case CommitTicket(ticket_id):
-                    self._retained.append(CommitTicket(ticket_id, None))
                     self.events.append(Committed(ticket_id))
-                case ReleaseDone() | ForgetNamespace() | RemoveKeys():
+                    if not is_damage:
+                        self._retained.append(CommitTicket(ticket_id, None))
+                    elif ticket := self._tickets.pop(ticket_id, None):
+                        self._writing.difference_update(ticket.keys)
+                case ForgetNamespace() | BeginEpoch():
+                    self._retained.append(operation)
+                case ReleaseDone() if not is_damage:
                     self._retained.append(operation)
                 case _:
                     pass
@@ -345,10 +373,24 @@ def _batches(operations: Iterable[Operation]) -> Iterable[list[Operation]]:
         yield batch
 
 
-def _freed(release: tuple[int, PendingRow]) -> Freed:
+def _joined_touches(batch: Sequence[Operation]) -> Iterable[Operation]:
+    """Join touches that follow each other, with the same outcome.
+
+    Each touch of all records there are would cost a page of the map until the transaction ends, and
+    what gathers behind a slow transaction is hundreds of them.
+    """
+    for kind, operations in itertools.groupby(batch, type):
+        if kind is TouchKeys:
+            touches = (cast("TouchKeys", operation).keys for operation in operations)
+            yield TouchKeys(tuple(itertools.chain.from_iterable(touches)))
+        else:
+            yield from operations
+
+
+def _freed(release: tuple[int, PendingRow], evicted_count: int = 0) -> Freed:
     release_id, row = release
     runs = tuple(
         PageRun(segment=segment, first_page=first_page, page_count=page_count)
         for segment, first_page, page_count in row.runs.tolist()
     )
-    return Freed(release_id, runs, tuple(row.empty_segments))
+    return Freed(release_id, runs, tuple(row.empty_segments), evicted_count)

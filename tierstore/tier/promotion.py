@@ -57,7 +57,7 @@ class Promotions:
         self._late: dict[JobId, _Late] = {}
 
     def find(
-        self, job_id: JobId, group_idx: int, missing: Sequence[OffloadKey]
+        self, group_idx: int, missing: Sequence[OffloadKey]
     ) -> tuple[list[Promote], Sequence[OffloadKey]]:
         """Find keys in the tiers, with slots yet to be given; also return those that are nowhere.
 
@@ -78,7 +78,6 @@ class Promotions:
             if keys:
                 promotes.append(
                     Promote(
-                        job_id=job_id,
                         tier_idx=tier_idx,
                         group_idx=group_idx,
                         keys=tuple(keys),

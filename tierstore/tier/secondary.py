@@ -9,10 +9,11 @@ from tierstore.clock import MonotonicClock
 from tierstore.config import SecondaryConfig
 from tierstore.errors import BackendError, CatalogError
 from tierstore.io_pool import Mailbox
-from tierstore.key import OffloadKey
+from tierstore.key import Namespace, OffloadKey
 from tierstore.manifest import Manifest
 from tierstore.tier.catalog import Catalog, SecondaryStats
 from tierstore.tier.catalog_messages import (
+    BeginEpoch,
     CommitTicket,
     Evict,
     ForgetNamespace,
@@ -24,6 +25,8 @@ from tierstore.tier.catalog_messages import (
     TouchKeys,
 )
 from tierstore.tier.catalog_writer import CatalogWriter
+from tierstore.tier.lookup import Lookups
+from tierstore.tier.reservation import ChunkState
 from tierstore.transfer import Place
 
 __all__ = ["SecondaryTier"]
@@ -31,6 +34,8 @@ __all__ = ["SecondaryTier"]
 _logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 30.0
+_ADVICE_WAITING_MAX = 1024
+"""A catalog that is slower than its callers hears no more of uses and of worthless records."""
 _TOUCH_SECONDS = 0.1
 _TOUCH_KEYS_MAX = 512
 
@@ -38,10 +43,11 @@ _TOUCH_KEYS_MAX = 512
 class SecondaryTier:
     """Which keys have a record, where, and in which order they leave.
 
-    Reads (`locate`) are one LMDB read transaction in the calling thread. Everything that writes is
-    queued and done by one writer thread per process in batched transactions; its answers are
-    collected by `poll`. Several processes may open the same path: they share the catalog, each
-    appends to segments of its own, and the capacity holds for all of them together.
+    Reads (`locate`) are one LMDB read transaction in the calling thread; an engine's step, which
+    must not wait, asks for the `states` of many keys instead. Everything that writes is queued and
+    done by one writer thread per process in batched transactions; its answers are collected by
+    `poll`. Several processes may open the same path: they share the catalog, each appends to
+    segments of its own, and the capacity holds for all of them together.
     """
 
     def __init__(self, catalog: Catalog, manifest: Manifest, name: str) -> None:
@@ -52,9 +58,12 @@ class SecondaryTier:
         self._clock = MonotonicClock()
         self._writer = CatalogWriter(catalog, self._pins, self._clock)
         self._mailbox: Mailbox[Operation] = Mailbox(f"catalog-{name}", self._writer.handle)
+        self._lookups = Lookups(self._look_up, name)
         self._touched: list[OffloadKey] = []
         self._touched_at = 0.0
         self._forget_count = 0
+        self._hidden_until = 0
+        """Nothing is located before so many namespaces are forgotten."""
         self._is_closed = False
         self._is_failing = False
 
@@ -72,8 +81,11 @@ class SecondaryTier:
         """
         catalog = Catalog.open(config, manifest, rank_count=rank_count)
         tier = cls(catalog, manifest, f"{tier_idx}-{config.name}")
-        tier._writer.recover()
+        epochs = tier._writer.recover()
         tier._mailbox.open()
+        tier._lookups.open()
+        for namespace in epochs:
+            tier._forget(namespace)
         return tier
 
     @property
@@ -83,8 +95,24 @@ class SecondaryTier:
 
     def locate(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
         """Return the place of each recorded key; one read transaction, about 1.5 us per key."""
-        if self._forget_count != self._writer.forgotten_count:
+        if self._writer.forgotten_count < self._hidden_until:
             return [None] * len(keys)
+        return self._lookups.places(keys)
+
+    def states(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
+        """Say of each key whether it is recorded, absent, or (arriving) still being looked up.
+
+        Costs a step a few lookups at most: a thread does the others until the question is repeated.
+        """
+        if self._writer.forgotten_count < self._hidden_until:
+            return [ChunkState.ABSENT] * len(keys)
+        return self._lookups.states(keys)
+
+    def on_recorded(self, keys: Sequence[OffloadKey]) -> None:
+        """Take note that a commit of these keys was carried out."""
+        self._lookups.forget(keys)
+
+    def _look_up(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
         try:
             return self._catalog.locate(keys)
         except BackendError as error:
@@ -110,23 +138,38 @@ class SecondaryTier:
         """Record one use of each key, tail first: it becomes the last to be evicted.
 
         Uses wait a moment for others, so that a burst of loads need not share the interpreter with
-        the transactions that record it; whatever could see the order comes after them.
+        the transactions that record it; whatever could see the order comes after them. Dropped
+        while too much waits for the catalog.
         """
         if not self._touched:
             self._touched_at = self._clock.seconds()
         self._touched.extend(keys)
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
-        """Forget records (corrupt, or absent in the file) and free their places."""
-        self._put(RemoveKeys(tuple(keys)))
+        """Forget records (corrupt, or absent in the file) and free their places.
 
-    def forget_namespace(self) -> None:
+        Dropped while too much waits for the catalog, or it fails: the next read finds them again.
+        """
+        self._lookups.forget(keys)
+        self._put_touched()
+        self._mailbox.offer(RemoveKeys(tuple(keys)), _ADVICE_WAITING_MAX)
+
+    def reset(self, manifest: Manifest) -> None:
         """Make every record of this tier's manifest unreachable at once, and free them in time.
 
-        Requests that wait are refused; what is being written now will not be published.
+        Requests that wait are refused; what is being written now will not be published. What comes
+        later is recorded under `manifest`: the same, or the next epoch of it.
         """
+        self._lookups.reset()
+        self._forget(self._namespace)
+        self._hidden_until = self._forget_count
+        if manifest.namespace != self._namespace:
+            self._namespace = manifest.namespace
+            self._put(BeginEpoch(manifest.namespace, manifest.canonical_json))
+
+    def _forget(self, namespace: Namespace) -> None:
         self._forget_count += 1
-        self._put(ForgetNamespace(self._namespace))
+        self._put(ForgetNamespace(namespace))
 
     def pin(self, keys: Sequence[OffloadKey]) -> None:
         """Keep this process from evicting records while they are read (counted)."""
@@ -146,6 +189,7 @@ class SecondaryTier:
 
     def poll(self) -> list[SecondaryEvent]:
         """Return the events since the last call; never blocks."""
+        self._lookups.end_step()
         if self._touched and self._clock.seconds() - self._touched_at > _TOUCH_SECONDS:
             self._put_touched()
         events = self._writer.events
@@ -154,6 +198,11 @@ class SecondaryTier:
             # Another process may have given the bytes back that a request waits for.
             self._put(Evict())
         return polled
+
+    def has_messages(self) -> bool:
+        """Say whether `poll` has something to return, or will have without being asked."""
+        # In this order: what the writer does leaves events behind before it is idle.
+        return not self._mailbox.wait_idle(0) or bool(self._writer.events or self._touched)
 
     def wait(self, timeout_seconds: float) -> bool:
         """Wait until the writer has done all that is queued and doable; False: time is up."""
@@ -179,8 +228,8 @@ class SecondaryTier:
             return
         self._is_closed = True
         self._put_touched()
-        if not self._mailbox.close(_CLOSE_SECONDS):
-            _logger.error("catalog writer hangs: tier=%s; its device does not answer", self._name)
+        if not (self._lookups.close(_CLOSE_SECONDS) and self._mailbox.close(_CLOSE_SECONDS)):
+            _logger.error("catalog thread hangs: tier=%s; its device does not answer", self._name)
             return
         try:
             self._catalog.sync()
@@ -195,4 +244,5 @@ class SecondaryTier:
     def _put_touched(self) -> None:
         touched, self._touched = self._touched, []
         for start in range(0, len(touched), _TOUCH_KEYS_MAX):
-            self._mailbox.put(TouchKeys(tuple(touched[start : start + _TOUCH_KEYS_MAX])))
+            advice = TouchKeys(tuple(touched[start : start + _TOUCH_KEYS_MAX]))
+            self._mailbox.offer(advice, _ADVICE_WAITING_MAX)

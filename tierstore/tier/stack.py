@@ -17,6 +17,7 @@ from tierstore.layout import GroupKind, GroupSpec
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters, Metric
 from tierstore.tier.cascade import Cascade
+from tierstore.tier.locator import Locator
 from tierstore.tier.primary import PrimaryTier
 from tierstore.tier.promotion import Promotions
 from tierstore.tier.reservation import ChunkState, LoadReservation, OffloadReservation
@@ -57,6 +58,7 @@ class TierStack:
         self._job_ids = itertools.count(1)
         # Chunks that were in flight when the tiers were reset: their bytes must not be found.
         self._doomed: set[OffloadKey] = set()
+        self._locator = Locator(primary, secondaries, self._doomed)
         self._promotions = Promotions(
             groups=groups,
             primary=primary,
@@ -100,8 +102,10 @@ class TierStack:
             for secondary in secondaries:
                 secondary.close()
             raise
-        # Write-behind pins chunks: half of the primary tier always stays free for the engine.
+        # Write-behind pins chunks: half of the primary tier always stays free for the engine. One
+        # chunk at least, or none would ever be written.
         share_bytes = config.primary.capacity_bytes // (2 * max(1, len(config.secondary)))
+        chunk_bytes = max((group.chunk_bytes for group in groups), default=0)
         cascades = [
             Cascade(
                 tier_idx=tier_idx,
@@ -110,7 +114,7 @@ class TierStack:
                 primary=primary,
                 secondary=secondary,
                 counters=counters,
-                queue_bytes_max=min(tier.io.write_queue_bytes, share_bytes),
+                queue_bytes_max=max(chunk_bytes, min(tier.io.write_queue_bytes, share_bytes)),
             )
             for tier_idx, (tier, secondary) in enumerate(
                 zip(config.secondary, secondaries, strict=True)
@@ -138,44 +142,27 @@ class TierStack:
         return JobId(next(self._job_ids))
 
     def locate(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
-        """Say where each chunk is; changes nothing, touches nothing.
+        """Say where each chunk is; changes nothing, touches nothing (`Locator.locate`)."""
+        return self._locator.locate(keys)
 
-        About 0.1 us per resident key, 1.5 us per key and secondary tier that has to be asked.
-        """
-        slots = self._locate(keys)
-        if None not in slots:
-            return [ChunkState.RESIDENT] * len(keys)
-        states = [
-            ChunkState.RESIDENT
-            if slot is not None
-            else (ChunkState.ARRIVING if self._is_busy(key) else ChunkState.ABSENT)
-            for key, slot in zip(keys, slots, strict=True)
-        ]
-        for secondary in self._secondaries:
-            missing = [i for i, state in enumerate(states) if state is ChunkState.ABSENT]
-            if not missing:
-                break
-            places = secondary.locate([keys[i] for i in missing])
-            for i, place in zip(missing, places, strict=True):
-                if place is not None:
-                    states[i] = ChunkState.RECORDED
-        return states
+    def locate_in_step(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
+        """Say where each chunk is, as far as that is known at once (`Locator.locate_in_step`)."""
+        return self._locator.locate_in_step(keys)
+
+    def locate_run(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
+        """Say where the chunks of a prefix are up to its first gap (`Locator.locate_run`)."""
+        return self._locator.locate_run(keys)
 
     def match_prefix(self, keys: Sequence[OffloadKey]) -> int:
         """Return how many leading chunks can be loaded now (resident or recorded)."""
-        slots = self._locate(keys)
-        if None not in slots:
-            return len(keys)
-        head = slots.index(None)
-        states = self.locate(keys[head:])
-        for i, state in enumerate(states):
-            if state < ChunkState.RECORDED:
-                return head + i
-        return len(keys)
+        return self._locator.match_prefix(keys)
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Record a use of resident chunks of one prefix, given head first; others are ignored."""
-        slots = self._locate(keys)
+        """Record a use of resident chunks of one prefix, head first and each once.
+
+        Others are ignored.
+        """
+        slots = self._locator.slots(keys)
         resident = [key for key, slot in zip(keys, slots, strict=True) if slot is not None]
         if resident:
             self._touch_resident(resident)
@@ -186,25 +173,29 @@ class TierStack:
         Chunks of one prefix come head first. What finds no room (pins) is left out from the tail
         and counted; chunks that are resident already are touched.
         """
-        slots = self._locate(keys)
-        wanted: dict[OffloadKey, int] = {}
-        for i, (key, slot) in enumerate(zip(keys, slots, strict=True)):
-            if slot is None and not self._is_busy(key):
-                wanted.setdefault(key, i)
-        if len(wanted) < len(keys):
-            self.touch(keys)
-        chosen = list(wanted)
+        slots = self._locator.slots(keys)
+        absent = [i for i, slot in enumerate(slots) if slot is None]
+        if len(absent) < len(keys):
+            resident = [key for key, slot in zip(keys, slots, strict=True) if slot is not None]
+            self._touch_resident(list(dict.fromkeys(resident)))
+        wanted = {keys[i]: i for i in absent}
+        if len(wanted) < len(absent):  # a key came twice: its first place counts
+            wanted = {}
+            for i in absent:
+                wanted.setdefault(keys[i], i)
+        if self._locator.is_any_busy(wanted):
+            wanted = {key: i for key, i in wanted.items() if not self._locator.is_busy(key)}
+        chosen, indices = list(wanted), tuple(wanted.values())
         reserved = self._reserve(group_idx, chosen)
         while reserved is None and chosen:
             chosen = chosen[: len(chosen) // 2]
             reserved = self._reserve(group_idx, chosen)
         self._counters.add(
-            Metric.REFUSED_OFFLOADS, len(wanted) - len(chosen), label="primary_pinned"
+            Metric.REFUSED_OFFLOADS, len(indices) - len(chosen), label="primary_pinned"
         )
-        indices = tuple(wanted[key] for key in chosen)
         return OffloadReservation(
             group_idx,
-            indices,
+            indices[: len(chosen)],
             tuple(chosen),
             np.empty(0, np.int64) if reserved is None else reserved,
         )
@@ -213,13 +204,13 @@ class TierStack:
         """Commit the chunks that arrived, abort the failed ones (indices into the reservation)."""
         keys = reservation.keys
         lost = set(failed)
+        self._counters.add(Metric.REFUSED_OFFLOADS, len(lost), label="copy_failed")
         if self._doomed:
             lost.update(i for i, key in enumerate(keys) if key in self._doomed)
             self._doomed.difference_update(keys)
         if lost:
             self._primary.abort([keys[i] for i in sorted(lost)])
             keys = tuple(key for i, key in enumerate(keys) if i not in lost)
-            self._counters.add(Metric.REFUSED_OFFLOADS, len(lost), label="copy_failed")
         self._counters.add(Metric.OFFLOADED_CHUNKS, len(keys))
         chunk_bytes = self._groups[reservation.group_idx].chunk_bytes
         self._counters.add(Metric.OFFLOADED_BYTES, len(keys) * chunk_bytes)
@@ -234,14 +225,16 @@ class TierStack:
         (`partial`: it is left out instead), or pins leave no room for all of them; nothing was
         changed then, but for evictions.
         """
-        job_id = self.new_job_id()
         wanted: list[tuple[Sequence[OffloadKey], list[int | None]]] = []
         found: list[Promote] = []
         for group_idx, keys in groups:
-            slots = self._locate(keys)
+            slots = self._locator.slots(keys)
+            if None not in slots:
+                wanted.append((keys, slots))
+                continue
             missing = [key for key, slot in zip(keys, slots, strict=True) if slot is None]
-            known = [key for key in missing if not self._is_busy(key)]
-            promotes, nowhere = self._promotions.find(job_id, group_idx, known)
+            known = [key for key in missing if not self._locator.is_busy(key)]
+            promotes, nowhere = self._promotions.find(group_idx, known)
             found.extend(promotes)
             if nowhere or len(known) < len(missing):
                 if not partial:
@@ -260,7 +253,7 @@ class TierStack:
         reserved = self._reserve_promotes(found, pinned)
         if reserved is None:
             return None
-        return LoadReservation.of(job_id, wanted, reserved, pinned)
+        return LoadReservation.of(self.new_job_id(), wanted, reserved, pinned)
 
     def _reserve_promotes(
         self, found: Sequence[Promote], pinned: Sequence[OffloadKey]
@@ -287,10 +280,15 @@ class TierStack:
         their slots; a second answer of the same job, given to `complete`, settles them.
         """
         self._promotions.finish(reservation, done)
-        self._primary.unpin(reservation.pinned)
-        self._bury()
         self._counters.add(Metric.HIT_CHUNKS, len(reservation.pinned), label=PRIMARY_NAME)
-        self.touch(reservation.pinned)
+        if self._doomed:
+            self._primary.unpin(reservation.pinned)
+            self._bury()
+            self.touch(reservation.pinned)
+        elif reservation.pinned:
+            # Still pinned, hence resident.
+            self._touch_resident(reservation.pinned)
+            self._primary.unpin(reservation.pinned)
 
     def commands(self) -> list[Command]:
         """Return the demotes and releases that became possible since the last call."""
@@ -333,8 +331,8 @@ class TierStack:
         """Return the bytes that may be offloaded now without a tier dropping their demote."""
         return min((cascade.room_bytes() for cascade in self._cascades), default=1 << 62)
 
-    def reset(self) -> None:
-        """Forget all chunks of this namespace in all tiers (the weights changed).
+    def reset(self, manifest: Manifest) -> None:
+        """Forget all chunks in all tiers (the weights changed); those to come are `manifest`'s.
 
         Chunks that a transfer holds are unreachable from now on and forgotten when it ends.
         """
@@ -345,7 +343,7 @@ class TierStack:
         self._doomed.update(self._primary.clear())
         self._doomed.update(self._primary.arriving)
         for secondary in self._secondaries:
-            secondary.forget_namespace()
+            secondary.reset(manifest)
 
     def check(self) -> list[str]:
         """Verify the invariants of all tiers; return the violations in words (empty: sound)."""
@@ -369,17 +367,6 @@ class TierStack:
                 cascade.on_evicted(reservation.evicted)
         self.demote_victims(group_idx, _DEMOTE_AHEAD * len(keys))
         return reservation.slots[::-1]
-
-    def _locate(self, keys: Sequence[OffloadKey]) -> list[int | None]:
-        slots = self._primary.locate(keys)
-        if not self._doomed:
-            return slots
-        return [
-            None if key in self._doomed else slot for key, slot in zip(keys, slots, strict=True)
-        ]
-
-    def _is_busy(self, key: OffloadKey) -> bool:
-        return key in self._primary.arriving or key in self._doomed
 
     def _bury(self) -> None:
         """Forget doomed chunks that no transfer holds any more."""

@@ -15,6 +15,7 @@ kept: a request that waits for a load is in the next step's metadata, with its l
 
 import functools
 import logging
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
@@ -24,7 +25,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from tierstore.config import StoreConfig
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters
-from tierstore.planner import EngineStep, HitSplit, LoadTarget, OffloadPlanner, PlannedStep
+from tierstore.planner import EngineStep, LoadTarget, OffloadPlanner, PlannedStep
 from tierstore.tier.residency import ResidencyLog
 from tierstore.tier.stack import TierStack
 from tierstore.transfer import StepPlan
@@ -76,7 +77,8 @@ class _Question:
     """What a request was last asked about, for the load that may follow."""
 
     local_tokens: int
-    split: HitSplit | None = None
+    disk_tokens: int = 0
+    """Of the load: how many of its tokens come from disk."""
 
 
 def _may_be_cached(request: "Request") -> bool:
@@ -106,6 +108,7 @@ class SchedulerHalf:
     ) -> None:
         """Take over open tiers; `close` closes them. `residency` is what the stack writes to."""
         self._stack = stack
+        self._manifest = manifest
         self._stats = StatsSource(counters)
         self._tally = RankTally(shape.rank_count)
         self._groups = manifest.group_specs()
@@ -123,7 +126,7 @@ class SchedulerHalf:
         self._questions: dict[str, _Question] = {}
         self._promised: set[str] = set()
         """Requests that wait for a load of which no worker was told yet."""
-        self._reader = StepReader(self._requests, self._planner.completes_chunk, offload_decode)
+        self._reader = StepReader(self._requests, self._planner.completing, offload_decode)
         self._last_report: WorkerReport | None = None
         self._failure_count = 0
         self._failure_causes: set[tuple[str, str]] = set()
@@ -213,9 +216,8 @@ class SchedulerHalf:
                 for block in blocks.blocks[spec.group_idx][first:end]
             ]
         hit_tokens = question.local_tokens + external_tokens
-        question.split = self._planner.begin_load(
-            request.request_id, LoadTarget(question.local_tokens, hit_tokens, fresh)
-        )
+        target = LoadTarget(question.local_tokens, hit_tokens, fresh)
+        question.disk_tokens = self._planner.begin_load(request.request_id, target) or 0
 
     @_guarded({}, is_fatal=False)
     def get_external_cache_hit_sources(
@@ -223,8 +225,7 @@ class SchedulerHalf:
     ) -> dict[CacheHitSource, int]:
         """Split the tokens of the load that was just planned by where they come from."""
         question = self._questions.get(request.request_id)
-        disk_tokens = question.split.secondary_tokens if question and question.split else 0
-        disk_tokens = min(disk_tokens, external_tokens)
+        disk_tokens = min(question.disk_tokens if question else 0, external_tokens)
         sources = {
             CacheHitSource.HOST: external_tokens - disk_tokens,
             CacheHitSource.DISK: disk_tokens,
@@ -283,12 +284,15 @@ class SchedulerHalf:
 
     @_guarded(True, is_fatal=True)
     def reset_cache(self) -> bool:
-        """Forget all cached chunks."""
-        _logger.warning(
-            "cache was reset; if weights were changed in place, what is stored from now on must be "
-            "removed before an engine loads the original weights"
-        )
-        self._planner.reset()
+        """Forget all cached chunks, and begin an epoch of this engine's own.
+
+        vLLM does not say why. Weights that changed, or will before the next request, are those of
+        no manifest, so what is computed from now on must not be found by an engine that loads the
+        weights anew, nor by one that shares the path.
+        """
+        self._manifest = self._manifest.in_epoch(secrets.token_hex(8))
+        self._planner.reset(self._manifest)
+        _logger.info("cache was reset: what is stored from now on is found by this engine only")
         return True
 
     @_guarded(None, is_fatal=False)

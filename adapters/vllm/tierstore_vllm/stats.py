@@ -1,5 +1,6 @@
 """tierstore's counters as vLLM's connector statistics: log line and Prometheus."""
 
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from tierstore.metrics import Counters, Metric
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from prometheus_client import Counter
+    from prometheus_client import Counter, Gauge
 
 __all__ = ["StatsSource", "TierStorePromMetrics", "TierStoreStats"]
 
@@ -64,7 +65,7 @@ class StatsSource:
 
 
 class TierStorePromMetrics(KVConnectorPromMetrics):
-    """One Prometheus counter `vllm:tierstore_<name>` per row of the metric table."""
+    """One Prometheus counter or gauge `vllm:tierstore_<name>` per row of the metric table."""
 
     def __init__(
         self,
@@ -74,23 +75,32 @@ class TierStorePromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._families: dict[str, Counter] = {
-            metric.metric_name: self._counter_cls(
-                name=f"vllm:tierstore_{metric.metric_name}",
-                documentation=metric.help_text,
-                labelnames=[*labelnames, *([metric.label] if metric.label else [])],
-            )
-            for metric in Metric
-            if metric.kind == "counter"
-        }
+        self._counters: dict[str, Counter] = {}
+        self._gauges: dict[str, Gauge] = {}
+        self._levels: defaultdict[tuple[str, int], float] = defaultdict(float)
+        """What gauges stand at, by name and engine: reports say how they changed."""
+        for metric in Metric:
+            facts = {
+                "name": f"vllm:tierstore_{metric.metric_name}",
+                "documentation": metric.help_text,
+                "labelnames": [*labelnames, *([metric.label] if metric.label else [])],
+            }
+            if metric.kind == "counter":
+                self._counters[metric.metric_name] = self._counter_cls(**facts)
+            else:
+                self._gauges[metric.metric_name] = self._gauge_cls(
+                    **facts, multiprocess_mode="mostrecent"
+                )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one report of an engine."""
         for key, amount in transfer_stats_data.items():
             name, _, label = key.partition("{")
-            family = self._families.get(name)
-            if family is not None:
-                values = [*self.per_engine_labelvalues[engine_idx]]
-                if label:
-                    values.append(label.split('"')[1])
-                family.labels(*values).inc(amount)
+            values = [*self.per_engine_labelvalues[engine_idx]]
+            if label:
+                values.append(label.split('"')[1])
+            if name in self._counters:
+                self._counters[name].labels(*values).inc(amount)
+            elif name in self._gauges:
+                self._levels[name, engine_idx] += amount
+                self._gauges[name].labels(*values).set(self._levels[name, engine_idx])

@@ -1,7 +1,8 @@
 """Reads one `SchedulerOutput` for the planner: what changed, and no more than that."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import add
 from typing import TYPE_CHECKING
 
 from tierstore.planner import EngineStep, FullTable, NewBlocks, Progress, StateBlock
@@ -15,17 +16,17 @@ __all__ = ["StepReader"]
 
 @dataclass(frozen=True, slots=True)
 class StepReader:
-    """Translates steps. `Request.num_computed_tokens` is what it was before the step."""
+    """Translates steps. Computed tokens are what they were before the step."""
 
     requests: "Mapping[str, Request]"
     """Those that vLLM has not finished (a live view)."""
-    completes_chunk: Callable[[str, int], bool]
-    """`OffloadPlanner.completes_chunk`."""
+    completing: Callable[[Sequence[str], Sequence[int]], list[int]]
+    """`OffloadPlanner.completing`."""
     offload_decode: bool
     """Whether blocks that generated tokens filled are offloaded too."""
 
     def read(self, output: "SchedulerOutput") -> EngineStep:
-        """Translate one step. Costs about half a microsecond per running request."""
+        """Translate one step. Costs about 0.2 us per running request."""
         full_tables = [
             FullTable(new.req_id, new.block_ids, new.num_computed_tokens)
             for new in output.scheduled_new_reqs
@@ -44,7 +45,7 @@ class StepReader:
         return EngineStep(
             full_tables=full_tables,
             new_blocks=new_blocks,
-            progress=self._progress(output, {table.request_id for table in full_tables}),
+            progress=self._progress(output, full_tables),
             state_blocks=self._state_blocks(output),
             overwritten_block_ids=[
                 copy.dst_block_id for copy in output.kv_cache_block_copies or ()
@@ -52,18 +53,29 @@ class StepReader:
             preempted=tuple(output.preempted_req_ids or ()),
         )
 
-    def _progress(self, output: "SchedulerOutput", admitted: Collection[str]) -> list[Progress]:
-        found: list[Progress] = []
-        for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
-            request = self.requests.get(request_id)
-            if request is None:
-                continue
-            computed_tokens = request.num_computed_tokens
-            # Speculative tokens count as computed, but only known tokens are settled.
-            ready_tokens = min(computed_tokens + scheduled_tokens, self._settled_tokens(request))
-            if request_id in admitted or self.completes_chunk(request_id, ready_tokens):
-                found.append(Progress(request_id, computed_tokens, ready_tokens))
-        return found
+    def _progress(self, output: "SchedulerOutput", admitted: Sequence[FullTable]) -> list[Progress]:
+        scheduled_tokens = output.num_scheduled_tokens
+        cached = output.scheduled_cached_reqs
+        names, computed_tokens = cached.req_ids, cached.num_computed_tokens
+        # Every running request is in these lists, and nearly all of them end here.
+        ready_tokens = list(map(add, computed_tokens, map(scheduled_tokens.__getitem__, names)))
+        found = [
+            self._settled(names[i], computed_tokens[i], ready_tokens[i])
+            for i in self.completing(names, ready_tokens)
+        ]
+        for table in admitted:
+            before = table.computed_tokens
+            after = before + scheduled_tokens[table.request_id]
+            found.append(self._settled(table.request_id, before, after))
+        return [progress for progress in found if progress is not None]
+
+    def _settled(self, request_id: str, computed_tokens: int, ready_tokens: int) -> Progress | None:
+        request = self.requests.get(request_id)
+        if request is None:
+            return None
+        # Speculative tokens count as computed, but only known tokens are settled.
+        settled_tokens = min(ready_tokens, self._settled_tokens(request))
+        return Progress(request_id, computed_tokens, settled_tokens)
 
     def _state_blocks(self, output: "SchedulerOutput") -> list[StateBlock]:
         state = output.kv_connector_block_state

@@ -28,7 +28,6 @@ from tierstore.transfer import (
     JobId,
     Load,
     Offload,
-    Promote,
     Release,
     TransferDone,
 )
@@ -273,7 +272,7 @@ def _failure(command: Command) -> TransferDone:
     match command:
         case Offload():
             chunk_count = len(command.slots)
-        case Promote() | Demote():
+        case Demote():
             chunk_count = len(command.keys)
         case Load():
             chunk_count = sum(len(promote.keys) for promote in command.promotes)

@@ -1,0 +1,169 @@
+"""What the planner fences and offers, seen in the plan of one step.
+
+Goal: rules that the small engine cannot tell apart, since it never copies a block on write, frees
+what it preempts through another request's table, and has one alignment.
+"""
+
+import pytest
+from reference_stack import ReferenceStack
+
+from tierstore.key import Namespace
+from tierstore.layout import GroupKind, GroupSpec
+from tierstore.manifest import Manifest
+from tierstore.metrics import Counters
+from tierstore.planner import (
+    EngineStep,
+    FullTable,
+    OffloadPlanner,
+    PrefixAnswer,
+    Progress,
+    StateBlock,
+)
+from tierstore.planner.offload import OFFLOAD_COUNT_MAX
+from tierstore.planner.planner import IDLE_STEP_COUNT_MAX, WAIT_COUNT_MAX
+from tierstore.transfer import TransferDone
+
+
+def open_planner(kind=GroupKind.FULL, *, chunk_count=8, alignment_tokens=4, draft_groups=()):
+    """One request `r` of one group: blocks of 4 tokens, a chunk each; block i + 1 is chunk i's."""
+    spec = GroupSpec(
+        group_idx=0,
+        kind=kind,
+        tokens_per_block=4,
+        blocks_per_chunk=1,
+        chunk_bytes=1,
+        window_tokens=9 if kind is GroupKind.SLIDING_WINDOW else 0,
+    )
+    planner = OffloadPlanner(
+        [spec],
+        Namespace(b"n" * 8),
+        ReferenceStack(),
+        hash_tokens=4,
+        counters=Counters(),
+        alignment_tokens=alignment_tokens,
+        draft_groups=draft_groups,
+    )
+    planner.add_request("r", [number.to_bytes(8, "big") for number in range(chunk_count)])
+    table = FullTable("r", [list(range(1, chunk_count + 1))], 0)
+    assert not planner.plan_step(EngineStep(full_tables=[table])).plan
+    return planner
+
+
+def offloads(planner, **step):
+    return planner.plan_step(EngineStep(**step)).plan.commands
+
+
+def blocks(commands):
+    return [block for command in commands for block in command.block_ids.ravel().tolist()]
+
+
+def fenced(planner, **step):
+    return planner.plan_step(EngineStep(**step)).plan.fence_job_ids
+
+
+def test_a_block_that_is_copied_onto_waits_for_the_offload_that_reads_it():
+    planner = open_planner()
+    (offload,) = offloads(planner, progress=[Progress("r", 0, 8)])
+    assert fenced(planner, overwritten_block_ids=[3]) == ()
+    assert fenced(planner, overwritten_block_ids=[2]) == (offload.job_id,)
+    assert fenced(planner) == (), "a fence is for one step"
+    planner.complete(TransferDone(job_id=offload.job_id))
+    assert fenced(planner, overwritten_block_ids=[2]) == ()
+
+
+def test_offloads_of_a_preempted_request_are_fenced():
+    planner = open_planner()
+    planner.add_request("other", [b"h" * 8])
+    other = FullTable("other", [[20]], 0)
+    (mine,) = offloads(planner, progress=[Progress("r", 0, 8)])
+    (theirs,) = offloads(planner, full_tables=[other], progress=[Progress("other", 0, 4)])
+    assert mine.job_id != theirs.job_id
+    assert fenced(planner, preempted=["r"]) == (mine.job_id,)
+
+
+def test_blocks_that_may_have_left_the_window_are_not_offloaded():
+    planner = open_planner(GroupKind.SLIDING_WINDOW)
+    # Of 16 tokens the next one sees 7 to 15; token 8 is the first of which the engine surely
+    # holds the block, since it drops blocks as it allocates.
+    commands = offloads(planner, progress=[Progress("r", 16, 20)])
+    assert blocks(commands) == [3, 4, 5]
+
+
+def test_a_state_is_offloaded_only_where_a_hit_may_end():
+    planner = open_planner(GroupKind.STATE, alignment_tokens=8)
+    states = [StateBlock("r", 0, 31, 4), StateBlock("r", 0, 32, 8), StateBlock("r", 0, 0, 16)]
+    assert blocks(offloads(planner, state_blocks=states)) == [32]
+
+
+def test_offloads_in_flight_have_a_limit():
+    planner = open_planner(chunk_count=OFFLOAD_COUNT_MAX + 2)
+    for number in range(OFFLOAD_COUNT_MAX):
+        (first,) = offloads(planner, progress=[Progress("r", 4 * number, 4 * number + 4)])
+    computed = 4 * OFFLOAD_COUNT_MAX
+    assert offloads(planner, progress=[Progress("r", computed, computed + 4)]) == ()
+    planner.complete(TransferDone(job_id=first.job_id))
+    (last,) = offloads(planner, progress=[Progress("r", computed + 4, computed + 8)])
+    assert blocks([last]) == [OFFLOAD_COUNT_MAX + 2]
+
+
+def test_the_last_reader_of_a_block_counts_when_an_earlier_one_answers():
+    planner = open_planner()
+    (first,) = offloads(planner, progress=[Progress("r", 0, 4)])
+    planner.add_request("heir", [b"h" * 8])
+    heir = FullTable("heir", [[1]], 0)
+    planned = planner.plan_step(EngineStep(full_tables=[heir], progress=[Progress("heir", 0, 4)]))
+    assert planned.plan.fence_job_ids == (first.job_id,)
+    (second,) = planned.plan.commands
+    planner.complete(TransferDone(job_id=first.job_id))
+    assert planner.check() == []
+    assert fenced(planner, overwritten_block_ids=[1]) == (second.job_id,)
+
+
+def test_an_offload_that_failed_without_saying_where_publishes_nothing():
+    planner = open_planner()
+    (offload,) = offloads(planner, progress=[Progress("r", 0, 8)])
+    planner.complete(TransferDone(job_id=offload.job_id, ok=False))
+    assert planner.match("r", 0, 9) == PrefixAnswer(0)
+    (again,) = offloads(
+        planner, full_tables=[FullTable("r", [[1, 2]], 0)], progress=[Progress("r", 0, 8)]
+    )
+    planner.complete(TransferDone(job_id=again.job_id))
+    assert planner.match("r", 0, 9) == PrefixAnswer(8)
+
+
+def test_a_request_asks_again_a_limited_number_of_times():
+    planner = open_planner()
+    assert offloads(planner, progress=[Progress("r", 0, 8)])
+    answers = [planner.match("r", 0, 9) for _ in range(WAIT_COUNT_MAX + 1)]
+    assert answers == [*[PrefixAnswer(0, ask_again=True)] * WAIT_COUNT_MAX, PrefixAnswer(0)]
+
+
+def test_an_idle_engine_is_let_go_although_an_answer_never_comes():
+    planner = open_planner()
+    assert offloads(planner, progress=[Progress("r", 0, 8)])
+    for _ in range(IDLE_STEP_COUNT_MAX):
+        assert planner.has_work()
+        offloads(planner)
+    assert not planner.has_work()
+    planner.add_request("new", [])
+    assert planner.has_work()
+
+
+def test_after_a_reset_a_request_is_offloaded_again_once_it_starts_from_nothing():
+    planner = open_planner()
+    planner.reset(Manifest.simple("new weights", 1))
+    assert offloads(planner, progress=[Progress("r", 0, 8)]) == ()
+    for computed, offloaded in ((4, []), (0, [1, 2])):
+        table = FullTable("r", [[1, 2]], computed)
+        commands = offloads(planner, full_tables=[table], progress=[Progress("r", computed, 8)])
+        assert blocks(commands) == offloaded
+
+
+@pytest.mark.parametrize(
+    "kind", [GroupKind.FULL, GroupKind.SLIDING_WINDOW], ids=lambda kind: kind.value
+)
+def test_a_draft_chunk_is_offloaded_once_the_token_behind_it_is_settled(kind):
+    planner = open_planner(kind, chunk_count=3, draft_groups={0})
+    for computed, ready, offloaded in ((0, 8, [1]), (8, 8, []), (8, 9, [2]), (9, 12, [])):
+        progress = [Progress("r", computed, ready)] * len(planner.completing(["r"], [ready]))
+        assert blocks(offloads(planner, progress=progress)) == offloaded

@@ -1,0 +1,114 @@
+"""Locks of owners: what fails leaves nothing open, what is forked leaves the parent alive."""
+
+import fcntl
+import os
+import traceback
+from pathlib import Path
+
+import pytest
+from store_kit import Chunks, config_of
+
+from tierstore.errors import CatalogError, ClosedError
+from tierstore.tier.owners import OwnerLock, is_owner_dead
+
+CHUNKS = Chunks(4096)
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_lock_that_cannot_be_had_is_an_error_and_leaves_no_descriptor(tmp_path):
+    (tmp_path / "owners").mkdir()
+    with (tmp_path / "owners" / "1.lock").open("w") as foreign:
+        fcntl.flock(foreign, fcntl.LOCK_EX)
+        before = descriptors()
+        for _ in range(3):
+            with pytest.raises(CatalogError, match="locked"):
+                CHUNKS.open(config_of(tmp_path))
+        assert descriptors() == before
+    with CHUNKS.open(config_of(tmp_path)) as store:
+        assert CHUNKS.put(store, range(4)) == 4
+
+
+def test_a_lock_whose_file_cannot_be_removed_is_released_all_the_same(tmp_path):
+    before = descriptors()
+    lock = OwnerLock(tmp_path / "owners", 1)
+    (tmp_path / "owners" / "1.lock").unlink()
+    (tmp_path / "owners" / "1.lock").mkdir()  # unlink fails, whoever we are
+    lock.close()
+    assert descriptors() == before
+
+
+def in_a_child(action) -> None:
+    """Run in a forked process; an exception there fails here."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            action()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+            raise
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0, "the child failed, see its output"
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("backend", ["file", "lmdb"])
+def test_a_forked_process_neither_uses_nor_harms_the_store(tmp_path, backend):
+    config = config_of(tmp_path / "tier", backend=backend, primary="1MiB", capacity="16MiB")
+
+    def use_store():
+        out = CHUNKS.array(range(4))
+        for call in (
+            lambda: store.put(CHUNKS.keys(range(4)), out),
+            lambda: store.get(CHUNKS.keys(range(4)), out),
+            lambda: store.match_prefix(CHUNKS.keys(range(4))),
+            store.flush,
+            store.reset,
+            store.stats,
+            store.check,
+        ):
+            with pytest.raises(ClosedError, match="fork"):
+                call()
+        store.close()
+        with pytest.raises(CatalogError, match="spawn"):
+            CHUNKS.open(config)
+        with CHUNKS.open(config_of(tmp_path / "own", backend=backend)) as own:
+            assert CHUNKS.put(own, range(4)) == 4
+
+    with CHUNKS.open(config) as store:
+        assert CHUNKS.put(store, range(4)) == 4
+        store.flush()
+        owners = sorted((tmp_path / "tier" / "owners").iterdir())
+        in_a_child(use_store)
+        assert sorted((tmp_path / "tier" / "owners").iterdir()) == owners
+        assert CHUNKS.put(store, range(8)) == 8
+        store.flush()
+        assert CHUNKS.found(store, range(8)) == list(range(8))
+        assert store.check() == []
+
+
+def test_a_child_does_not_keep_the_lock_of_its_dead_parent(tmp_path):
+    ready, done = os.pipe(), os.pipe()
+
+    def die_with_a_child_alive():
+        lock = OwnerLock(tmp_path, 1)
+        if os.fork() == 0:
+            os.write(ready[1], b"!")
+            os.close(done[1])
+            os.read(done[0], 1)  # until the test has ended
+            os._exit(0)
+        assert lock.owner == 1
+
+    in_a_child(die_with_a_child_alive)
+    os.read(ready[0], 1)
+    try:
+        assert (tmp_path / "1.lock").exists()
+        assert is_owner_dead(tmp_path, 1)
+    finally:
+        for descriptor in (*ready, *done):
+            os.close(descriptor)

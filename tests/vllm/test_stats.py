@@ -1,0 +1,46 @@
+"""What Prometheus shows of tierstore's sums."""
+
+import types
+
+import pytest
+
+from tierstore.metrics import Counters, Metric
+
+pytestmark = pytest.mark.vllm
+
+
+def test_every_metric_is_shown_and_a_gauge_goes_down_again():
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+    from tierstore_vllm.stats import StatsSource, TierStorePromMetrics
+
+    registry = CollectorRegistry()
+    shown = TierStorePromMetrics(
+        types.SimpleNamespace(kv_transfer_config=None),
+        {
+            Gauge: lambda **facts: Gauge(**facts, registry=registry),
+            Counter: lambda **facts: Counter(**facts, registry=registry),
+            Histogram: None,
+        },
+        ["engine"],
+        {0: ["0"]},
+    )
+    counters = Counters()
+    source = StatsSource(counters)
+
+    def observe(amount):
+        for metric in Metric:
+            counters.add(metric, amount, label="x" if metric.label else "")
+        shown.observe(source.take().data)
+
+    def value_of(metric):
+        labels = {"engine": "0"} | ({metric.label: "x"} if metric.label else {})
+        return registry.get_sample_value(f"vllm:tierstore_{metric.metric_name}", labels)
+
+    observe(5)
+    observe(2)
+    assert {metric: value_of(metric) for metric in Metric} == dict.fromkeys(Metric, 7)
+    counters.add(Metric.PINNED_BYTES, -7)
+    shown.observe(source.take().data)
+    assert value_of(Metric.PINNED_BYTES) == 0
+    assert source.take() is None

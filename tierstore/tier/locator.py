@@ -1,0 +1,136 @@
+"""Where chunks are: the primary tier's index and the catalogs as one place to ask."""
+
+from collections.abc import Collection, Sequence
+from collections.abc import Set as AbstractSet
+
+from tierstore.key import OffloadKey
+from tierstore.tier.lookup import ASKED_AT_ONCE_MAX
+from tierstore.tier.primary import PrimaryTier
+from tierstore.tier.reservation import ChunkState
+from tierstore.tier.secondary import SecondaryTier
+
+__all__ = ["Locator"]
+
+
+class Locator:
+    """Answers questions and changes nothing, touches nothing."""
+
+    def __init__(
+        self,
+        primary: PrimaryTier,
+        secondaries: Sequence[SecondaryTier],
+        doomed: AbstractSet[OffloadKey],
+    ) -> None:
+        """Share the tiers with the stack; `doomed` is a live view of what must not be found."""
+        self._primary = primary
+        self._secondaries = secondaries
+        self._doomed = doomed
+
+    def slots(self, keys: Sequence[OffloadKey]) -> list[int | None]:
+        """Return the slot of each resident key, None for others. About 0.1 us per key."""
+        slots = self._primary.locate(keys)
+        if not self._doomed:
+            return slots
+        return [
+            None if key in self._doomed else slot for key, slot in zip(keys, slots, strict=True)
+        ]
+
+    def is_busy(self, key: OffloadKey) -> bool:
+        """Say whether a transfer holds a chunk that is not resident."""
+        return key in self._primary.arriving or key in self._doomed
+
+    def is_any_busy(self, keys: Collection[OffloadKey]) -> bool:
+        """Say whether `is_busy` holds for any of the keys."""
+        arriving, doomed = self._primary.arriving, self._doomed
+        return bool(
+            (arriving and not arriving.keys().isdisjoint(keys))
+            or (doomed and not doomed.isdisjoint(keys))
+        )
+
+    def locate(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
+        """Say where each chunk is.
+
+        About 0.1 us per resident key, 1.5 us per key and secondary tier that has to be asked.
+        """
+        states = self._local_states(keys)
+        for secondary in self._secondaries:
+            missing = [i for i, state in enumerate(states) if state is ChunkState.ABSENT]
+            if not missing:
+                break
+            places = secondary.locate([keys[i] for i in missing])
+            for i, place in zip(missing, places, strict=True):
+                if place is not None:
+                    states[i] = ChunkState.RECORDED
+        return states
+
+    def locate_in_step(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
+        """Say where each chunk is, as far as that can be found out at once.
+
+        As `locate`, but of many chunks that are not in the primary tier, those that a catalog was
+        not asked about yet are *arriving*: ask again in the next step.
+        """
+        states = self._local_states(keys)
+        self._ask_tiers(keys, states, _absent(states))
+        return states
+
+    def locate_run(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
+        """Say where the chunks of a prefix are, head first, as `locate_in_step` does.
+
+        Up to the first absent one at least; what is behind it may be left out or said absent.
+        """
+        slots = self.slots(keys)
+        if None not in slots:
+            return [ChunkState.RESIDENT] * len(keys)
+        head = slots.index(None)
+        states = [ChunkState.RESIDENT] * head
+        # The first one says nearly always that nothing is recorded.
+        first = self.locate_in_step(keys[head : head + 1])
+        if first == [ChunkState.ABSENT]:
+            return states + first
+        rest = keys[head:]
+        found = self._local_states(rest)
+        missing = _absent(found)
+        # A few more do not need the thread: to wait for a step is for those with much to read.
+        for asked in (missing[:ASKED_AT_ONCE_MAX], missing[ASKED_AT_ONCE_MAX:]):
+            self._ask_tiers(rest, found, asked)
+            if any(found[i] is ChunkState.ABSENT for i in asked):
+                break
+        return states + found
+
+    def match_prefix(self, keys: Sequence[OffloadKey]) -> int:
+        """Return how many leading chunks can be loaded now (resident or recorded)."""
+        slots = self.slots(keys)
+        if None not in slots:
+            return len(keys)
+        head = slots.index(None)
+        states = self.locate(keys[head:])
+        for i, state in enumerate(states):
+            if state < ChunkState.RECORDED:
+                return head + i
+        return len(keys)
+
+    def _ask_tiers(
+        self, keys: Sequence[OffloadKey], states: list[ChunkState], missing: Sequence[int]
+    ) -> None:
+        for secondary in self._secondaries:
+            if not missing:
+                return
+            found = secondary.states([keys[i] for i in missing])
+            for i, state in zip(missing, found, strict=True):
+                states[i] = state
+            missing = [i for i in missing if states[i] is ChunkState.ABSENT]
+
+    def _local_states(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
+        slots = self.slots(keys)
+        if None not in slots:
+            return [ChunkState.RESIDENT] * len(keys)
+        return [
+            ChunkState.RESIDENT
+            if slot is not None
+            else (ChunkState.ARRIVING if self.is_busy(key) else ChunkState.ABSENT)
+            for key, slot in zip(keys, slots, strict=True)
+        ]
+
+
+def _absent(states: Sequence[ChunkState]) -> list[int]:
+    return [i for i, state in enumerate(states) if state is ChunkState.ABSENT]
