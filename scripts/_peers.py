@@ -232,6 +232,8 @@ class TierstoreFiles:
         """Count chunks whose bytes are not those stored."""
         rows = self._slots()[self._loaded * PAGE_BYTES // self._load.chunk_bytes]
         wrong = sum(map(int.__ne__, digests(rows), self._digests))
+        # As an engine's next steps do: uses are recorded a moment after the loads.
+        self._loop.settle(lambda: not self._loop.has_messages(), STALL_SECONDS)
         filled(self._slots())
         return wrong
 

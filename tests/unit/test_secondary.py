@@ -122,6 +122,20 @@ def test_a_question_about_many_keys_finds_its_answer_in_a_later_step(tmp_path):
     tier.close()
 
 
+def test_what_was_evicted_is_not_said_to_be_recorded_because_it_was(tmp_path):
+    tier = open_tier(tmp_path)
+    store(tier, *range(20))
+    keys = keys_of(*range(20))
+    until = time.monotonic() + 30
+    while tier.states(keys) != [ChunkState.RECORDED] * 20:
+        assert time.monotonic() < until
+    for first in range(100, 220, 20):
+        store(tier, *range(first, first + 20), ticket=first)
+    tier.poll()
+    assert tier.locate(keys) == [None] * 20
+    tier.close()
+
+
 def stored_names(tier):
     """Return the `epoch` of every manifest on the path, "" for none."""
     databases = tier._catalog._databases

@@ -101,7 +101,7 @@ class IoSection(_Section):
 
     mode: Literal["direct", "buffered", "mmap"] = "direct"
     """Of the file backend only; `direct` falls back to `buffered` where O_DIRECT is refused."""
-    threads: int = Field(default=4, ge=1, le=64)
+    threads: int = Field(default=8, ge=1, le=64)
     """I/O threads per worker process."""
     deadline: Duration = Field(default=2.0, gt=0, json_schema_extra={"default": "2s"})
     """A load that takes longer fails and is recomputed."""

@@ -40,7 +40,7 @@ class IoConfig:
 
     mode: IoMode = "direct"
     """Of the file backend; `direct` falls back to `buffered` where O_DIRECT is refused."""
-    threads: int = 4
+    threads: int = 8
     deadline_seconds: float = 2.0
     """A load that takes longer fails and is recomputed."""
     write_queue_bytes: int = 256 << 20

@@ -168,7 +168,7 @@ class Cascade:
                 self._finish_commit(event)
             else:
                 self._counters.add(
-                    Metric.EVICTED_CHUNKS, event.evicted_count, label=self._config.name
+                    Metric.EVICTED_CHUNKS, len(event.evicted), label=self._config.name
                 )
                 commands.append(self._start_release(event, new_job_id()))
         if self._unreleased:

@@ -47,8 +47,8 @@ class Freed:
     release_id: int
     runs: tuple[PageRun, ...]
     empty_segments: tuple[int, ...]
-    evicted_count: int
-    """Records among them that were evicted; others were removed, or never published."""
+    evicted: tuple[OffloadKey, ...]
+    """Whose records were evicted for that; others were removed, or never published."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ class CatalogTxn:
         self._geometry = geometry
         self._pins = pins
         self.space = space
-        self.evicted_count = 0
+        self.evicted: list[OffloadKey] = []
 
     def record_count(self) -> int:
         """Return how many records there are."""
@@ -148,7 +148,7 @@ class CatalogTxn:
         sequences: list[bytes] = []
         keys: list[bytes] = []
         pages = 0
-        budget = EVICT_COUNT_MAX - self.evicted_count
+        budget = EVICT_COUNT_MAX - len(self.evicted)
         pins = self._pins
         with self._txn.cursor(db=self._databases.order) as cursor:
             for sequence, value in cursor.iternext():
@@ -168,7 +168,7 @@ class CatalogTxn:
         for _ in map(partial(self._txn.delete, db=self._databases.order), sequences):
             pass
         self._free(decode_records(values))  # type: ignore[arg-type]
-        self.evicted_count += len(keys)
+        self.evicted.extend(map(OffloadKey, keys))
         self.space.state.evicted_count += len(keys)
         return len(keys)
 

@@ -144,7 +144,7 @@ class CatalogWriter:
                     self._apply(work, operation, closed)
             self._place_waiting(work, waiting, closed, opened, events)
             self._make_room(work, work.space.ahead_pages())
-            has_more = work.evicted_count >= EVICT_COUNT_MAX
+            has_more = len(work.evicted) >= EVICT_COUNT_MAX
             freed = work.space.emit()
         for ticket_id in closed:
             self._writing.difference_update(self._tickets.pop(ticket_id).keys)
@@ -153,7 +153,7 @@ class CatalogWriter:
             self._writing.update(ticket.keys)
         self.waiting = waiting
         if freed:
-            events.append(_freed(freed, work.evicted_count))
+            events.append(_freed(freed, work.evicted))
         self.events.extend([*map(Committed, closed), *events])
         self._needs_sync = True
         return has_more
@@ -237,7 +237,7 @@ class CatalogWriter:
         return bool(
             work.space.state.pending_pages
             or writing
-            or work.evicted_count >= EVICT_COUNT_MAX
+            or len(work.evicted) >= EVICT_COUNT_MAX
             or (self._pins and work.record_count())
         )
 
@@ -285,7 +285,7 @@ class CatalogWriter:
                 has_more = step(work)
                 freed = work.space.emit()
             if freed:
-                self.events.append(_freed(freed, work.evicted_count))
+                self.events.append(_freed(freed, work.evicted))
             # What a transaction frees can be used from the next but one on.
             for _ in range(2):
                 with self._catalog.transaction(spares_pages=False):
@@ -387,10 +387,10 @@ def _joined_touches(batch: Sequence[Operation]) -> Iterable[Operation]:
             yield from operations
 
 
-def _freed(release: tuple[int, PendingRow], evicted_count: int = 0) -> Freed:
+def _freed(release: tuple[int, PendingRow], evicted: Sequence[OffloadKey] = ()) -> Freed:
     release_id, row = release
     runs = tuple(
         PageRun(segment=segment, first_page=first_page, page_count=page_count)
         for segment, first_page, page_count in row.runs.tolist()
     )
-    return Freed(release_id, runs, tuple(row.empty_segments), evicted_count)
+    return Freed(release_id, runs, tuple(row.empty_segments), tuple(evicted))

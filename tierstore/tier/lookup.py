@@ -50,8 +50,9 @@ class _Answer:
 class Lookups:
     """Answers of one catalog, a few steps old at most; one thread asks, another looks up.
 
-    A place may be out of date: its record was evicted since. Reading it fails then, which costs
-    the request its hit; the same can happen between any lookup and the read.
+    What this process evicts is forgotten here. A place may be out of date nevertheless: another
+    process evicted its record since. Reading it fails then, which costs the request its hit; the
+    same can happen between any lookup and the read.
     """
 
     def __init__(self, locate: Locate, name: str) -> None:

@@ -17,6 +17,7 @@ from tierstore.tier.catalog_messages import (
     CommitTicket,
     Evict,
     ForgetNamespace,
+    Freed,
     Operation,
     ReleaseDone,
     RemoveKeys,
@@ -194,6 +195,9 @@ class SecondaryTier:
             self._put_touched()
         events = self._writer.events
         polled = [events.popleft() for _ in range(len(events))]
+        for event in polled:
+            if isinstance(event, Freed):
+                self._lookups.forget(event.evicted)
         if not polled and self._writer.waiting and self._mailbox.wait_idle(0):
             # Another process may have given the bytes back that a request waits for.
             self._put(Evict())
