@@ -209,7 +209,7 @@ def main() -> None:
         "--requests", nargs="+", type=int, default=[1, 16], help="that come at once"
     )
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=4, help="of our tier and of raw")
+    parser.add_argument("--threads", type=int, default=8, help="of our tier and of raw")
     parser.add_argument("--index-chunks", type=int, default=100_000, help="resident; 0: no index")
     parser.add_argument("--json", type=Path, help="write all values to this file")
     arguments = parser.parse_args()

@@ -332,7 +332,7 @@ def main() -> None:
     )
     parser.add_argument("--bytes", default="64MiB", help="moved per measurement")
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=8)
     parser.add_argument("--mode", choices=["direct", "buffered", "mmap"], default="direct")
     parser.add_argument("--json", type=Path, help="write all values to this file")
     arguments = parser.parse_args()
