@@ -189,7 +189,6 @@ class TierstoreFiles:
             {"version": 1, "primary": {"capacity": f"{pool_bytes}B"}, "secondary": [tier]}
         )
         self._loaded: npt.NDArray[np.int64] = np.empty(0, np.int64)
-        self._open_count = 0
         self._open()
         self._digest_of_slot = dict(enumerate(digests(self._slots())))
         self._digests: list[int] = []
@@ -232,8 +231,7 @@ class TierstoreFiles:
         """Count chunks whose bytes are not those stored."""
         rows = self._slots()[self._loaded * PAGE_BYTES // self._load.chunk_bytes]
         wrong = sum(map(int.__ne__, digests(rows), self._digests))
-        # As an engine's next steps do: uses are recorded a moment after the loads.
-        self._loop.settle(lambda: not self._loop.has_messages(), STALL_SECONDS)
+        self._loop.settle(lambda: not self._loop.has_messages(), STALL_SECONDS)  # uses are recorded
         filled(self._slots())
         return wrong
 
