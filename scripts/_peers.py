@@ -189,6 +189,7 @@ class TierstoreFiles:
             {"version": 1, "primary": {"capacity": f"{pool_bytes}B"}, "secondary": [tier]}
         )
         self._loaded: npt.NDArray[np.int64] = np.empty(0, np.int64)
+        self._open_count = 0
         self._open()
         self._digest_of_slot = dict(enumerate(digests(self._slots())))
         self._digests: list[int] = []
@@ -204,8 +205,8 @@ class TierstoreFiles:
             self._loop.pump()
         if not self._loop.settle(lambda: not self._stack.has_work(), STALL_SECONDS):
             raise RuntimeError("tierstore: the write queue does not move")
-        pages = self._load.chunk_bytes // PAGE_BYTES
-        self._digests = [self._digest_of_slot[slot // pages] for slot in stored]
+        size = self._load.chunk_bytes
+        self._digests = [self._digest_of_slot[slot * PAGE_BYTES // size] for slot in stored]
 
     def cool(self) -> None:
         """Open it anew, with other bytes in its pool."""
@@ -251,9 +252,8 @@ class TierstoreFiles:
         filled(self._slots())
         # A server creates a segment once per GiB: here one chunk does it before the clock starts.
         self._open_count += 1
-        keys = make_offload_keys(
-            self._manifest.namespace, 0, [f"opening {self._open_count:24}".encode()]
-        )
+        opening = [f"opening {self._open_count:24}".encode()]
+        keys = make_offload_keys(self._manifest.namespace, 0, opening)
         self._stack.finish_offload(self._stack.reserve_offload(0, keys))
         self._loop.flush()
 
