@@ -19,6 +19,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from preloaded import run_preloaded
+
 __all__ = [
     "Answer",
     "EngineJob",
@@ -110,15 +112,26 @@ def run_engine(job: EngineJob, folder: Path, *, timeout_seconds: float = 240) ->
     result_file = folder / f"result-{number}.json"
     log_file = folder / f"log-{number}.txt"
     job_file.write_text(json.dumps(asdict(job)))
-    with log_file.open("wb") as log:
-        code = subprocess.run(
-            [sys.executable, __file__, job_file, result_file],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=engine_environment(separate_process=job.separate_process),
-            timeout=timeout_seconds,
-            check=False,
-        ).returncode
+    environment = engine_environment(separate_process=job.separate_process)
+    files = [str(job_file), str(result_file)]
+    if job.ends == "shutdown":
+        code = run_preloaded(
+            Path(__file__),
+            files,
+            environment=environment,
+            log=log_file,
+            timeout_seconds=timeout_seconds,
+        )
+    else:
+        with log_file.open("wb") as log:
+            code = subprocess.run(
+                [sys.executable, __file__, *files],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                timeout=timeout_seconds,
+                check=False,
+            ).returncode
     text = log_file.read_text(errors="replace")
     if code != 0:
         raise RuntimeError(f"engine ended with {code}:\n{text[-6000:]}")

@@ -7,8 +7,6 @@ engine per model with both halves in its process (`lab`), which goes through all
 """
 
 import json
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from typing import Any
 import pytest
 from engine import engine_environment
 from lab import SEAMS
+from preloaded import run_preloaded
 from scenario import Scenario, tier_config
 from tiny_models import DTYPES, build_model
 
@@ -54,16 +53,14 @@ class Run:
             "phases": PHASES[family, policy],
         }
         (work / "job.json").write_text(json.dumps(job))
-        with (work / "log").open("wb") as log:
-            code = subprocess.run(
-                [sys.executable, Path(__file__).parent / "disturbing.py", "job.json", "found.json"],
-                cwd=work,
-                env=engine_environment(separate_process=False),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                timeout=400,
-                check=False,
-            ).returncode
+        code = run_preloaded(
+            Path(__file__).parent / "disturbing.py",
+            ["job.json", "found.json"],
+            folder=work,
+            environment=engine_environment(separate_process=False),
+            log=work / "log",
+            timeout_seconds=400,
+        )
         assert code == 0, (work / "log").read_text()[-6000:]
         self.found: dict[str, Any] = json.loads((work / "found.json").read_text())
         self.tokens = self.found["cold"]["tokens"]

@@ -7,8 +7,6 @@ right answers are, the engine says itself for requests that stay out of the cach
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from engine import engine_environment
+from preloaded import run_preloaded
 from scenario import Scenario, tier_config
 from tiny_models import DTYPES, build_model
 
@@ -54,15 +53,15 @@ class Lives:
     def _run(self, name: str, phases: list[str]) -> dict[str, Any]:
         job, found = self._folder / f"{name}.json", self._folder / f"{name}-found.json"
         job.write_text(json.dumps(self._job | {"phases": phases}))
-        done = subprocess.run(
-            [sys.executable, Path(__file__).parent / "updating.py", job, found],
-            env=engine_environment(separate_process=False),
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
+        log = self._folder / f"{name}.log"
+        code = run_preloaded(
+            Path(__file__).parent / "updating.py",
+            [str(job), str(found)],
+            environment=engine_environment(separate_process=False),
+            log=log,
+            timeout_seconds=240,
         )
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+        assert code == 0, log.read_text()[-6000:]
         answers: dict[str, Any] = json.loads(found.read_text())
         return answers
 

@@ -5,7 +5,6 @@ import fcntl
 import logging
 import mmap
 import os
-import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +36,7 @@ def probe(directory: Path, system: SystemCalls) -> FileSystemAbilities:
     Raises:
         BackendError: the directory is not writable, or cannot give back parts of a file.
     """
-    path = directory / f".probe-{secrets.token_hex(8)}"
+    path = directory / f".probe-{os.urandom(8).hex()}"
     try:
         fd = system.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:

@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable
 
 from tierstore.config import GpuConfig
-from tierstore.dma.cuda import CudaCopyEngine
 from tierstore.dma.host import HostCopyEngine
 from tierstore.dma.pinning import Spawn
 from tierstore.dma.protocol import CopyEngine
@@ -38,6 +37,7 @@ def open_copy_engine(
         return HostCopyEngine()
     if not is_cuda(device):
         raise LayoutError(f"no copy engine for device {device!r}: expected cpu or cuda:<index>")
+    from tierstore.dma.cuda import CudaCopyEngine
     from tierstore.dma.cupy_api import CupyApi
 
     return CudaCopyEngine(

@@ -332,12 +332,13 @@ class ArcPolicy:
     def _trim(self) -> None:
         b1_size, b2_size = len(self._b1.table), len(self._b2.table)
         l1_size = len(self._t1.table) + b1_size
-        excess = min(l1_size - self._c, b1_size)
-        if excess > 0:
-            self._b1.pop(self._b1.peek(excess))
-            l1_size -= excess
-        excess = min(l1_size + len(self._t2.table) + b2_size - 2 * self._c, b2_size)
-        if excess > 0:
+        excess = l1_size - self._c
+        if excess > 0 and b1_size:
+            oldest = self._b1.peek(excess)
+            self._b1.pop(oldest)
+            l1_size -= len(oldest)
+        excess = l1_size + len(self._t2.table) + b2_size - 2 * self._c
+        if excess > 0 and b2_size:
             self._b2.pop(self._b2.peek(excess))
 
 

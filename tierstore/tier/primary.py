@@ -172,6 +172,15 @@ class PrimaryTier:
             else:
                 del pins[key]
 
+    def release(self, keys: Sequence[OffloadKey]) -> None:
+        """Undo one `pin` per key and record one use of each, tail first.
+
+        Raises:
+            ValueError: a key is not pinned as often as it is given.
+        """
+        self.unpin(keys)
+        self._policy.touch(keys)  # what was pinned is resident
+
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Record one use of each resident key, tail first.
 

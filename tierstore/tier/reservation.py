@@ -1,9 +1,8 @@
 """What the tier stack answers: where chunks are, and what was set aside for a transfer."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -25,8 +24,7 @@ class ChunkState(IntEnum):
     """In a primary slot; can be loaded."""
 
 
-@dataclass(frozen=True, slots=True)
-class OffloadReservation:
+class OffloadReservation(NamedTuple):
     """Slots for the keys that were neither resident nor arriving nor refused."""
 
     group_idx: int
@@ -36,8 +34,7 @@ class OffloadReservation:
     slots: IntArray
 
 
-@dataclass(frozen=True, slots=True)
-class LoadReservation:
+class LoadReservation(NamedTuple):
     """Pinned or arriving slots for keys, and the promotes that fill the latter."""
 
     job_id: JobId
@@ -68,7 +65,9 @@ class LoadReservation:
             keys=tuple(tuple(keys) for keys, _ in groups),
             slots=tuple(
                 np.array(
-                    [given[k] if s is None else s for k, s in zip(keys, slots, strict=True)],
+                    [given[k] if s is None else s for k, s in zip(keys, slots, strict=True)]
+                    if given
+                    else slots,
                     np.int64,
                 )
                 for keys, slots in groups

@@ -190,9 +190,10 @@ class TierStack:
         while reserved is None and chosen:
             chosen = chosen[: len(chosen) // 2]
             reserved = self._reserve(group_idx, chosen)
-        self._counters.add(
-            Metric.REFUSED_OFFLOADS, len(indices) - len(chosen), label="primary_pinned"
-        )
+        if len(chosen) < len(indices):
+            self._counters.add(
+                Metric.REFUSED_OFFLOADS, len(indices) - len(chosen), label="primary_pinned"
+            )
         return OffloadReservation(
             group_idx,
             indices[: len(chosen)],
@@ -204,7 +205,8 @@ class TierStack:
         """Commit the chunks that arrived, abort the failed ones (indices into the reservation)."""
         keys = reservation.keys
         lost = set(failed)
-        self._counters.add(Metric.REFUSED_OFFLOADS, len(lost), label="copy_failed")
+        if lost:
+            self._counters.add(Metric.REFUSED_OFFLOADS, len(lost), label="copy_failed")
         if self._doomed:
             lost.update(i for i, key in enumerate(keys) if key in self._doomed)
             self._doomed.difference_update(keys)
@@ -227,11 +229,14 @@ class TierStack:
         """
         wanted: list[tuple[Sequence[OffloadKey], list[int | None]]] = []
         found: list[Promote] = []
+        pinned: list[OffloadKey] = []
         for group_idx, keys in groups:
             slots = self._locator.slots(keys)
             if None not in slots:
                 wanted.append((keys, slots))
+                pinned.extend(keys)
                 continue
+            pinned.extend(key for key, slot in zip(keys, slots, strict=True) if slot is not None)
             missing = [key for key, slot in zip(keys, slots, strict=True) if slot is None]
             known = [key for key in missing if not self._locator.is_busy(key)]
             promotes, nowhere = self._promotions.find(group_idx, known)
@@ -244,16 +249,10 @@ class TierStack:
                 wanted.append(([keys[i] for i in held], [slots[i] for i in held]))
             else:
                 wanted.append((keys, slots))
-        pinned = tuple(
-            key
-            for keys, slots in wanted
-            for key, slot in zip(keys, slots, strict=True)
-            if slot is not None
-        )
         reserved = self._reserve_promotes(found, pinned)
         if reserved is None:
             return None
-        return LoadReservation.of(self.new_job_id(), wanted, reserved, pinned)
+        return LoadReservation.of(self.new_job_id(), wanted, reserved, tuple(pinned))
 
     def _reserve_promotes(
         self, found: Sequence[Promote], pinned: Sequence[OffloadKey]
@@ -279,16 +278,17 @@ class TierStack:
         Chunks that missed their deadline stay arriving, since a hung read may still write to
         their slots; a second answer of the same job, given to `complete`, settles them.
         """
-        self._promotions.finish(reservation, done)
+        if reservation.promotes:
+            self._promotions.finish(reservation, done)
         self._counters.add(Metric.HIT_CHUNKS, len(reservation.pinned), label=PRIMARY_NAME)
         if self._doomed:
             self._primary.unpin(reservation.pinned)
             self._bury()
             self.touch(reservation.pinned)
         elif reservation.pinned:
-            # Still pinned, hence resident.
-            self._touch_resident(reservation.pinned)
-            self._primary.unpin(reservation.pinned)
+            tail_first = reservation.pinned[::-1]
+            self._primary.release(tail_first)
+            self._tell_of_touch(reservation.pinned, tail_first)
 
     def commands(self) -> list[Command]:
         """Return the demotes and releases that became possible since the last call."""
@@ -365,7 +365,8 @@ class TierStack:
                 self._residency.left(reservation.evicted)
             for cascade in self._cascades:
                 cascade.on_evicted(reservation.evicted)
-        self.demote_victims(group_idx, _DEMOTE_AHEAD * len(keys))
+        if self._cascades:
+            self.demote_victims(group_idx, _DEMOTE_AHEAD * len(keys))
         return reservation.slots[::-1]
 
     def _bury(self) -> None:
@@ -378,6 +379,9 @@ class TierStack:
     def _touch_resident(self, keys: Sequence[OffloadKey]) -> None:
         tail_first = keys[::-1]
         self._primary.touch(tail_first)
+        self._tell_of_touch(keys, tail_first)
+
+    def _tell_of_touch(self, keys: Sequence[OffloadKey], tail_first: Sequence[OffloadKey]) -> None:
         for cascade in self._cascades:
             cascade.on_touched(keys)
         for secondary in self._secondaries:
