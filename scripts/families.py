@@ -3,15 +3,16 @@
     scripts/families.py [--families llama gemma3 ...] [--results FOLDER] [--write]
 
 Each family is a tiny model with random weights (tests/vllm/family_configs.py). Engines run one
-after the other: without tierstore, cold and then hitting vLLM's own cache; with it, first cold, then
-with vLLM's own cache emptied; a new process on the same disk, in which requests are then aborted
-after 0, 1, 2, ... steps while loads are slow, and the prompts asked once more; a new process on a
-damaged copy of the disk; and a cache so small that requests are preempted, without tierstore and
-with it. A cell is `yes` if all answers are those of the engine without tierstore that computed as
-much, and hits are those of vLLM's own cache for the same prompts; a row only stands if every engine
-could be reset at its end, which one that leaked a block cannot. Answers are compared up to a near
-tie; how many tokens that are stands in the row. Results are kept per family as JSON, so a run can be continued. `--write` puts the table of all
-results in the folder into adapters/vllm/README.md.
+after the other: without tierstore, cold and then hitting vLLM's own cache; with it, first cold,
+then with vLLM's own cache emptied; a new process on the same disk, in which requests are then
+aborted after 0, 1, 2, ... steps while loads are slow, and the prompts asked once more; a new
+process on a damaged copy of the disk; and a cache so small that requests are preempted, without
+tierstore and with it. A cell is `yes` if all answers are those of the engine without tierstore that
+computed as much, and hits are those of vLLM's own cache for the same prompts; a row only stands if
+every engine could be reset at its end, which one that leaked a block cannot. Answers are compared
+up to a near tie; how many tokens that are stands in the row. Results are kept per family as JSON,
+so a run can be continued. `--write` puts the table of all results in the folder into
+adapters/vllm/README.md.
 """
 
 import argparse
