@@ -158,32 +158,9 @@ def engine_environment(*, separate_process: bool) -> dict[str, str]:
 
 
 def _run(job: dict[str, Any]) -> dict[str, Any]:
-    if job["workarounds"]:
-        import workarounds
+    from vllm import SamplingParams
 
-        workarounds.apply()
-    from vllm import LLM, SamplingParams
-    from vllm.config import KVTransferConfig
-
-    arguments = {
-        "enforce_eager": True,
-        "max_model_len": 4096,
-        "block_size": 32,
-        "seed": 0,
-        "skip_tokenizer_init": True,
-        "disable_log_stats": False,
-        "enable_prefix_caching": True,
-    } | job["engine"]
-    if job["config"] is not None:
-        module, _, name = job["connector"].rpartition(".")
-        arguments["kv_transfer_config"] = KVTransferConfig(
-            kv_connector=name,
-            kv_connector_module_path=module,
-            kv_role="kv_both",
-            kv_load_failure_policy=job["load_failure_policy"],
-            kv_connector_extra_config={"tierstore.config": job["config"]},
-        )
-    llm = LLM(job["model"], dtype=job["dtype"], **arguments)
+    llm = _open(job)
     prompts: dict[str, list[list[int]]] = {}
     rounds: dict[str, list[dict[str, Any]]] = {}
     aborted: Counter[str] = Counter()
@@ -221,6 +198,39 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
     else:
         llm.llm_engine.engine_core.shutdown()
     return {"rounds": rounds, "metrics": metrics}
+
+
+def _open(job: dict[str, Any]) -> Any:
+    if job["workarounds"]:
+        import workarounds
+
+        workarounds.apply()
+    from vllm import LLM, envs
+    from vllm.config import KVTransferConfig
+
+    if job["ends"] == "shutdown":
+        # On a CPU vLLM spawns its engine and its workers, and each imports it once more. Those of
+        # jobs that end otherwise still are.
+        envs.environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "fork"
+    arguments = {
+        "enforce_eager": True,
+        "max_model_len": 4096,
+        "block_size": 32,
+        "seed": 0,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": False,
+        "enable_prefix_caching": True,
+    } | job["engine"]
+    if job["config"] is not None:
+        module, _, name = job["connector"].rpartition(".")
+        arguments["kv_transfer_config"] = KVTransferConfig(
+            kv_connector=name,
+            kv_connector_module_path=module,
+            kv_role="kv_both",
+            kv_load_failure_policy=job["load_failure_policy"],
+            kv_connector_extra_config={"tierstore.config": job["config"]},
+        )
+    return LLM(job["model"], dtype=job["dtype"], **arguments)
 
 
 def read_metrics(llm: Any) -> dict[str, float]:
