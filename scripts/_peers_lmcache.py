@@ -1,24 +1,25 @@
 """LMCache's tiers on local disk, as parties of `bench_peers.py`.
 
-LMCache has two ways to run. Its server (the way it recommends) keeps chunks in a pool of its own and
+LMCache runs in two ways. As a server of its own, which it recommends, it keeps chunks in a pool and
 hands them to an adapter: `fs` is Python with aiofiles, `fs_native` is C++ with threads of its own.
-In one process with the engine (deprecated since 0.5) there is `LocalDiskBackend`. All three are
-driven here by the calls that LMCache itself makes, in one process: what its server adds, messages
-between processes and its own index of chunks, is left out. Nothing here needs a GPU.
+In one process with the engine, deprecated by now, there is `LocalDiskBackend`, here `disk`. All
+are driven by the calls that LMCache itself makes. What its server adds, an index of the chunks
+and messages between processes, is left out. None of this needs a GPU.
 
-All keep one file per chunk. None has checksums or syncs a file. The capacity of `fs` is unlimited,
-that of `fs_native` too unless a policy is set; `LocalDiskBackend` has one and an index that a
-restart loses. Each is measured as it comes, through the page cache, and with its own setting
-`use_odirect`, which is the work that the other parties do; threads are what it has by default.
+All keep one file per chunk, without checksums. `disk` has a capacity, and an index in memory that a
+restart loses; `fs` has no capacity, and `fs_native` is given none. Threads are what each has by
+default: 4, those of `fs` as many as asyncio starts, but one chunk of a request at a time.
+
+Each is measured as it comes, through the page cache, where a store is over when the bytes are in
+memory, and as `direct` with its own setting `use_odirect`, the work that the other parties do.
 """
 
 import importlib
 import os
 import queue
 import select
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,13 +31,13 @@ __all__ = ["LmcacheAdapter", "LmcacheDisk", "lmcache_tiers", "why_not_measured"]
 GIB = 1 << 30
 MODEL = "bench"
 SPARE_BYTES = 64 << 20
-"""Of a pool, so that its allocator is never short."""
+"""In a pool beside the chunks, so that its allocator is never short."""
 
 
 def why_not_measured() -> str | None:
     """Return the reason if LMCache cannot run here."""
-    # It logs every file at INFO; it reads the level when it is imported.
-    os.environ.setdefault("LMCACHE_LOG_LEVEL", "WARNING")
+    # Read when it is imported; its warnings are about a server that is not there.
+    os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
     try:
         for name in ("lmcache_native", "lmcache_fs", "v1.storage_backend.storage_manager"):
             importlib.import_module(f"lmcache.{name}")
@@ -52,9 +53,9 @@ def why_not_measured() -> str | None:
 def lmcache_tiers(directory: Path, load: Load) -> list[FileTier]:
     """Open each of its tiers twice: as it comes and with O_DIRECT."""
     return [
-        kind
+        tier
         for use_odirect in (False, True)
-        for kind in (
+        for tier in (
             LmcacheDisk(directory, load, use_odirect=use_odirect),
             LmcacheAdapter("fs", directory, load, use_odirect=use_odirect),
             LmcacheAdapter("fs_native", directory, load, use_odirect=use_odirect),
@@ -63,10 +64,10 @@ def lmcache_tiers(directory: Path, load: Load) -> list[FileTier]:
 
 
 class LmcacheAdapter:
-    """One of the adapters (`fs`, `fs_native`) of LMCache's server, over a pool as the server has it.
+    """An adapter of LMCache's server, `fs` or `fs_native`, over such a pool as the server has.
 
-    One task per request, as its server makes them; the lookup that comes before a load is left out,
-    and so is the allocation of the chunks in the pool, which is shared memory of small pages.
+    One task per request. The lookup that comes before a load is left out, and so is the allocation
+    of the chunks in the pool, which is shared memory of 4 KiB pages.
     """
 
     def __init__(self, kind: str, directory: Path, load: Load, *, use_odirect: bool) -> None:
@@ -147,8 +148,8 @@ class LmcacheAdapter:
 class LmcacheDisk:
     """LMCache's `LocalDiskBackend`, opened by its `StorageManager`; memory keeps nothing.
 
-    Requests are stored at once, one task per chunk, and loaded one after the other, as LMCache does
-    in both of its modes (loading ahead or not). It allocates the chunks that it loads.
+    Requests are stored at once, one task per chunk, and loaded one after the other: LMCache has a
+    lock around that. It allocates the chunks that it loads.
     """
 
     def __init__(self, directory: Path, load: Load, *, use_odirect: bool) -> None:
@@ -192,7 +193,7 @@ class LmcacheDisk:
             stored.get(timeout=STALL_SECONDS)
 
     def cool(self) -> None:
-        """Keep nothing: what was loaded before was overwritten then."""
+        """Do nothing: what was loaded was overwritten when it was compared."""
 
     def load(self, run: int) -> None:
         """Read all chunks."""
@@ -200,9 +201,11 @@ class LmcacheDisk:
         self._loaded = []
         for request in self._load.requests:
             self._loaded += self._tier.batched_get_blocking(keys[request.start : request.stop])
+        if any(chunk is None for chunk in self._loaded):
+            raise RuntimeError(f"{self.name}: a chunk did not arrive")
 
     def wrong_chunks(self) -> int:
-        """Count chunks whose bytes are not those stored; overwrites and frees what was loaded."""
+        """Count chunks whose bytes are not those stored; overwrites and frees all."""
         rows = [np.frombuffer(chunk.byte_array, np.uint8) for chunk in self._loaded]
         wrong = sum(map(int.__ne__, digests(rows), self._digests))
         for row, chunk in zip(rows, self._loaded, strict=True):
