@@ -50,17 +50,12 @@ def why_not_measured() -> str | None:
     return None
 
 
-def lmcache_tiers(directory: Path, load: Load) -> list[FileTier]:
+def lmcache_tiers(directory: Path, load: Load) -> Iterator[FileTier]:
     """Open each of its tiers twice: as it comes and with O_DIRECT."""
-    return [
-        tier
-        for use_odirect in (False, True)
-        for tier in (
-            LmcacheDisk(directory, load, use_odirect=use_odirect),
-            LmcacheAdapter("fs", directory, load, use_odirect=use_odirect),
-            LmcacheAdapter("fs_native", directory, load, use_odirect=use_odirect),
-        )
-    ]
+    for use_odirect in (False, True):
+        yield LmcacheDisk(directory, load, use_odirect=use_odirect)
+        yield LmcacheAdapter("fs", directory, load, use_odirect=use_odirect)
+        yield LmcacheAdapter("fs_native", directory, load, use_odirect=use_odirect)
 
 
 class LmcacheAdapter:

@@ -10,9 +10,9 @@ Beside vLLM and beside LMCache are comparisons of their own, each with its own r
 The bytes of a run come in one request or are divided among 16 at once: vLLM's tier moves a request
 in one thread, ours divides it.
 
-    store  no fsync by any; over when every chunk can be found. What a party leaves in the page
-           cache is flushed before the next one's turn, outside its time. Ours computes a checksum
-           per chunk, keeps a catalog and a hard capacity; vLLM's file tier has none of them.
+    store  no fsync by any; over when every chunk can be found. Ours computes a checksum per
+           chunk, keeps a catalog and a hard capacity; vLLM's file tier has none of them. What
+           LMCache leaves in the page cache is flushed before the next turn, outside its time.
     load   in request order, cold: ours, vLLM's and those of LMCache that are called `direct` read
            with O_DIRECT, past the page cache (vLLM's tier and ours say so themselves where a file
            system refuses it), and the page cache is dropped before. Names of files and our catalog
@@ -36,7 +36,8 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,12 +55,10 @@ INDEX_CHUNKS_PER_RUN = 4096
 Figures = dict[str, list[float]]
 
 
-def vllm_tiers(directory: Path, load: Load) -> list[FileTier]:
+def vllm_tiers(directory: Path, load: Load) -> Iterator[FileTier]:
     """Open vLLM's file tier twice: on its pool and on one like ours."""
-    return [
-        VllmFiles(directory / "vllm", load, huge_pages=False),
-        VllmFiles(directory / "vllm-huge", load, huge_pages=True),
-    ]
+    yield VllmFiles(directory / "vllm", load, huge_pages=False)
+    yield VllmFiles(directory / "vllm-huge", load, huge_pages=True)
 
 
 TIERS = {"vllm": vllm_tiers, "lmcache": lmcache_tiers}
@@ -69,34 +68,23 @@ def bench_files(
     peer: str, directory: Path, load: Load, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Let our file tier and those of a peer take turns."""
-    clock, threads = Clock(), Threads(arguments.threads)
-    run_count = arguments.pairs + 1
-    raw = RawBench(directory, load.size_bytes, run_count, threads)
-    tiers: list[FileTier] = [
-        TierstoreFiles(directory / "tierstore", load, threads=arguments.threads),
-        *TIERS[peer](directory, load),
-    ]
-    for run in range(run_count):
-        first = run % len(tiers)
-        turns = tiers[first:] + tiers[:first]
-        raw.run(clock)
-        load.hashes(run)
-        for tier in turns:
-            clock.time(f"{tier.name} store", load.size_bytes, partial(tier.store, run))
-            os.sync()
-        drop_page_cache(directory)
-        for tier in turns:
-            tier.cool()
-            clock.time(f"{tier.name} load", load.size_bytes, partial(tier.load, run))
-            wrong = tier.wrong_chunks()
-            if wrong:
-                raise RuntimeError(f"{tier.name}: {wrong} chunks came back wrong")
-        if run == 0:  # the first touch of everything
-            clock = Clock()
-    raw.close()
-    for tier in tiers:
-        tier.close()
-    threads.close()
+    with ExitStack() as opened:  # a failure must not wait for the threads of a peer
+        threads = Threads(arguments.threads)
+        opened.callback(threads.close)
+        raw = RawBench(directory, load.size_bytes, arguments.pairs + 1, threads)
+        opened.callback(raw.close)
+        tiers: list[FileTier] = []
+        ours = TierstoreFiles(directory / "tierstore", load, threads=arguments.threads)
+        for tier in itertools.chain([ours], TIERS[peer](directory, load)):
+            opened.callback(tier.close)
+            tiers.append(tier)
+        clock = Clock()
+        for run in range(arguments.pairs + 1):
+            first = run % len(tiers)
+            raw.run(clock)
+            take_turns(clock, directory, load, run, tiers[first:] + tiers[:first])
+            if run == 0:  # the first touch of everything
+                clock = Clock()
     rates = dict(clock.rates)
     ratios = {
         f"{what} / {other}": ratios_of(rates[f"tierstore {what}"], rates[other])
@@ -152,6 +140,24 @@ def bench_index(policy: str, request: int, arguments: argparse.Namespace) -> dic
     }
 
 
+def take_turns(
+    clock: Clock, directory: Path, load: Load, run: int, turns: Sequence[FileTier]
+) -> None:
+    """Let each tier store the chunks of a run, then each load them."""
+    load.hashes(run)
+    for tier in turns:
+        clock.time(f"{tier.name} store", load.size_bytes, partial(tier.store, run))
+        if tier.name.startswith("lmcache"):
+            os.sync()  # by default its bytes are in the page cache, and their way out takes time
+    drop_page_cache(directory)
+    for tier in turns:
+        tier.cool()
+        clock.time(f"{tier.name} load", load.size_bytes, partial(tier.load, run))
+        wrong = tier.wrong_chunks()
+        if wrong:
+            raise RuntimeError(f"{tier.name}: {wrong} chunks came back wrong")
+
+
 def microseconds(call: Callable[[Any], object], requests: list[Any]) -> float:
     """Return the microseconds per chunk of one call per request."""
     start = time.perf_counter()
@@ -184,13 +190,13 @@ def lines_of(result: dict[str, Any]) -> Iterator[str]:
         yield f"\nfiles beside {result['peer']}, {chunks}, {requests}"
         for name, values in result["gigabytes_per_second"].items():
             cpu = statistics.median(result["cpu_seconds_per_gigabyte"][name])
-            yield f"  {name:28} {spread(values)} GB/s  {cpu:.2f} CPU s/GB"
+            yield f"  {name:32} {spread(values)} GB/s  {cpu:.2f} CPU s/GB"
     else:
         yield f"\nindex, {result['policy']}, {result['request']} chunks per request"
         for name, values in result["microseconds_per_chunk"].items():
             yield f"  {name:24} {spread(values)} us per chunk"
     for what, values in result["ratios"].items():
-        yield f"  ratio {what:34} {spread(values)}"
+        yield f"  ratio {what:40} {spread(values)}"
 
 
 def spread(values: list[float]) -> str:
