@@ -12,7 +12,7 @@ An index does what the scheduler of an engine asks of a cache in memory, and mov
 import itertools
 import mmap
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -364,7 +364,7 @@ def shared_buffer(size_bytes: int) -> mmap.mmap:
         return mmap.mmap(file.fileno(), size_bytes)
 
 
-def digests(rows: npt.NDArray[np.uint8]) -> list[int]:
+def digests(rows: Iterable[npt.NDArray[np.uint8]]) -> list[int]:
     """Return a checksum of each row."""
     return [xxh3_64_intdigest(row) for row in rows]
 

