@@ -183,9 +183,9 @@ class RankTally:
         A job is answered once, or twice if it was late on some rank: first when every rank has
         answered, then when every rank has settled.
         """
-        self._open.aggregate(report)
         dones = []
-        for job_id in report.answers:
+        for job_id, answer in report.answers.items():
+            self._open.add(job_id, answer)
             total = self._open.answers[job_id]
             if total.settled_count == self._rank_count:
                 dones.append(TransferDone(job_id=job_id, ok=total.ok, failed=total.failed))
