@@ -38,12 +38,11 @@ _UNKNOWN = b""
 _CONFIG_NAMES = (
     "enable_mixed_moe_lora_format",
     "enable_moe_shared_loras",
-    "enable_tower_connector_lora",
     "fully_sharded_loras",
     "lora_dtype",
     "target_modules",
 )
-"""Settings that decide what an adapter's weights do; the others decide how many have room."""
+"""Settings that decide what an adapter's weights do to the KV cache."""
 
 _FileStates = tuple[tuple[str | int, ...], ...]
 
@@ -72,6 +71,10 @@ class LoraWatch:
 
     def open(self) -> None:
         """Begin to watch; before the engine can be asked to load an adapter."""
+        if self._config.enable_tower_connector_lora:
+            # vLLM keeps what an adapter made of a picture under the adapter's name alone.
+            _logger.warning("requests of LoRA adapters are not cached: enable_tower_connector_lora")
+            return
         _wrap_manager()
         _watches.add(self)
 
@@ -197,7 +200,10 @@ def _adapter_of(request: "LoRARequest") -> Adapter:
 
 def _file_states(path: str) -> _FileStates | None:
     """Describe a folder's files by what changes when they do; None: it is no local folder."""
-    with suppress(OSError), os.scandir(Path(path).expanduser()) as entries:
+    with (
+        suppress(OSError, RuntimeError, ValueError),
+        os.scandir(Path(path).expanduser()) as entries,
+    ):
         stats = [(entry.name, entry.stat()) for entry in entries if entry.is_file()]
         return tuple(
             sorted(
