@@ -33,7 +33,7 @@ from tierstore.config import load_config
 from tierstore.key import get_offload_block_hash
 from tierstore.transfer import Load, Offload, TransferDone
 from tierstore_vllm.layout import EngineShape
-from tierstore_vllm.lora_watch import LoraWatch, digest_adapter
+from tierstore_vllm.lora_watch import LoraWatch, digest_adapter, file_states
 from tierstore_vllm.messages import RankAnswer, StepMetadata, WorkerReport
 from tierstore_vllm.scheduler import SchedulerHalf
 
@@ -85,9 +85,7 @@ class Rank:
         self._manager: Any = SimpleNamespace(lora_config=CONFIG, list_adapters=self.loaded.keys)
 
     def load(self, request: LoRARequest) -> None:
-        from tierstore_vllm.lora_watch import _file_states
-
-        before = _file_states(request.lora_path)
+        before = file_states(request.lora_path)
         version = int((Path(request.lora_path) / "weights").read_text())
         self.watch.on_load(self._manager, request, make_model(version), before)
         self.loaded[request.lora_int_id] = version
@@ -277,7 +275,9 @@ class Engine(RuleBasedStateMachine):
 
     def move(self, command: Any, metadata: StepMetadata) -> bool:
         if isinstance(command, Offload):
-            for (block,), slot in zip(command.block_ids.tolist(), command.slots.tolist(), strict=True):
+            for (block,), slot in zip(
+                command.block_ids.tolist(), command.slots.tolist(), strict=True
+            ):
                 self.slots[slot] = self.kv[block]
             return True
         assert isinstance(command, Load)

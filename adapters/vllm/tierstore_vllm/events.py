@@ -34,8 +34,8 @@ class EventSource:
         """Return the events since the last call.
 
         One event per group and change. A chunk is named by vLLM's hash of its last block, and its
-        `block_size` is the chunk's tokens. Tokens and the parent's hash, which a listener knows
-        from the event of the GPU's own block of that hash, are left empty.
+        `block_size` is the chunk's tokens. Tokens, the adapter and the parent's hash, which a
+        listener knows from the event of the GPU's own block of that hash, are left empty.
         """
         return [event for change in self._log.take() for event in self._translate(change)]
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
-__all__ = ["ADAPTER_COUNT_MAX", "LoraWatch", "digest_adapter"]
+__all__ = ["ADAPTER_COUNT_MAX", "LoraWatch", "digest_adapter", "file_states"]
 
 _logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class LoraWatch:
             return False
         if self._manager is not None and claim.lora_int_id in self._manager.list_adapters():
             return True
-        is_same = loaded.files is not None and loaded.files == _file_states(claim.adapter.path)
+        is_same = loaded.files is not None and loaded.files == file_states(claim.adapter.path)
         return is_same and loaded.adapter == claim.adapter
 
     def watches(self, manager: "LRUCacheWorkerLoRAManager") -> bool:
@@ -121,7 +121,7 @@ class LoraWatch:
             _logger.warning(
                 "requests of a LoRA adapter are not cached: name=%s cause=%r", adapter.name, error
             )
-        if files != _file_states(adapter.path):
+        if files != file_states(adapter.path):
             files = None
         self._manager = manager
         self._loaded.pop(request.lora_int_id, None)
@@ -198,7 +198,7 @@ def _adapter_of(request: "LoRARequest") -> Adapter:
     return Adapter(request.lora_name, request.lora_path)
 
 
-def _file_states(path: str) -> _FileStates | None:
+def file_states(path: str) -> _FileStates | None:
     """Describe a folder's files by what changes when they do; None: it is no local folder."""
     with (
         suppress(OSError, RuntimeError, ValueError),
@@ -228,7 +228,7 @@ def _wrap_manager() -> None:
     def load_watched(
         manager: LRUCacheWorkerLoRAManager, lora_request: "LoRARequest"
     ) -> "LoRAModel":
-        files = _file_states(lora_request.lora_path)
+        files = file_states(lora_request.lora_path)
         model = load(manager, lora_request)
         for watch in _watches_of(manager):
             watch.on_load(manager, lora_request, model, files)
