@@ -76,7 +76,18 @@ def test_the_package_offers_the_names_of_the_embedded_api() -> None:
 
 
 def test_importing_tierstore_is_light() -> None:
-    heavy = {"pydantic", "yaml", "torch", "vllm", "cupy", "asyncio", "typer", "rich"}
+    heavy = {
+        "numpy",
+        "lmdb",
+        "pydantic",
+        "yaml",
+        "torch",
+        "vllm",
+        "cupy",
+        "asyncio",
+        "typer",
+        "rich",
+    }
     code = f"import sys, tierstore; print(sorted({heavy!r} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

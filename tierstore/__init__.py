@@ -1,6 +1,8 @@
 """tierstore keeps the KV cache of an LLM inference engine in pinned host memory and on disk."""
 
-from tierstore.config import load_config
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from tierstore.errors import TierStoreError
 from tierstore.key import (
     OffloadKey,
@@ -10,8 +12,30 @@ from tierstore.key import (
     make_offload_key,
     make_offload_keys,
 )
-from tierstore.manifest import Manifest
-from tierstore.store import PrefixMatch, StoreStats, TierStore
+
+if TYPE_CHECKING:
+    from tierstore.config import load_config
+    from tierstore.manifest import Manifest
+    from tierstore.store import PrefixMatch, StoreStats, TierStore
+else:
+    # The tiers are most of what there is to import: who only names chunks does without.
+    _MODULE_BY_NAME = {
+        "Manifest": "tierstore.manifest",
+        "PrefixMatch": "tierstore.store",
+        "StoreStats": "tierstore.store",
+        "TierStore": "tierstore.store",
+        "load_config": "tierstore.config",
+    }
+
+    def __getattr__(name: str) -> object:
+        if name not in _MODULE_BY_NAME:
+            raise AttributeError(f"module 'tierstore' has no attribute {name!r}")
+        found = globals()[name] = getattr(import_module(_MODULE_BY_NAME[name]), name)
+        return found
+
+    def __dir__() -> list[str]:
+        return sorted(globals().keys() | _MODULE_BY_NAME)
+
 
 __all__ = [
     "Manifest",
