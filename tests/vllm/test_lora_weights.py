@@ -121,9 +121,9 @@ class Engine(RuleBasedStateMachine):
         self.reports: deque[tuple[WorkerReport, dict[str, bool]]] = deque()
         for path, version in (("p", 1), ("q", 2)):
             self.write(path, version)
-        for name in "mn":
+        for name in "mmnn":  # the first request loads the adapter, the second is stored
             self.ask(name, step_count=TOKENS)
-        self.evict()
+            self.evict()
 
     def teardown(self) -> None:
         if hasattr(self, "half"):
