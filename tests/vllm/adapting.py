@@ -44,6 +44,13 @@ def reloaded_in_place(lab: Lab) -> dict[str, Any]:
     return _asked_twice(lab)
 
 
+def reloaded_and_reset(lab: Lab) -> dict[str, Any]:
+    """Load other weights while the engine is idle, and empty all caches before its next step."""
+    _write(lab, seed=6)
+    _load(lab, adapter_request("a", str(_folder(lab)), load_inplace=True))
+    return after_a_reset(lab)
+
+
 def reloaded_from_a_new_path(lab: Lab) -> dict[str, Any]:
     """Load other weights under the same name from another folder, as vLLM advises."""
     _write(lab, seed=4, name="a-2")
@@ -105,6 +112,7 @@ if __name__ == "__main__":
         files_changed_while_dropped,
         after_a_reset,
         reloaded_in_place,
+        reloaded_and_reset,
         reloaded_from_a_new_path,
         reloaded_while_a_request_runs,
     )

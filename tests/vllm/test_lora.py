@@ -33,6 +33,7 @@ CHANGES = (
     "files_changed_while_dropped",
     "after_a_reset",
     "reloaded_in_place",
+    "reloaded_and_reset",
     "reloaded_from_a_new_path",
     "reloaded_while_a_request_runs",
 )
@@ -212,7 +213,9 @@ def test_changed_weights_under_the_same_name_and_path_find_nothing(life: Life, c
     assert not any(life.cached(change, "second"))
 
 
-@pytest.mark.parametrize("change", ["after_a_reset", "reloaded_from_a_new_path"])
+@pytest.mark.parametrize(
+    "change", ["after_a_reset", "reloaded_and_reset", "reloaded_from_a_new_path"]
+)
 def test_changed_weights_are_cached_anew_after_a_reset_or_from_a_new_path(
     life: Life, change: str
 ) -> None:

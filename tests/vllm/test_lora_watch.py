@@ -91,6 +91,8 @@ def test_only_changes_are_told() -> None:
     assert watch.take() == [AdapterUse(3, Adapter("a", "p"), digest(model))]
     watch.on_load(manager, LoRARequest("b", 1, "q"), make_model(lora_alpha=8), None)
     told = {use.adapter: use.digest for use in watch.take()}
+    watch.tell_all()
+    assert {use.adapter: use.digest for use in watch.take()} == told
     assert told == dict.fromkeys(
         (Adapter("a", "p"), Adapter("b", "q")), digest(make_model(lora_alpha=8))
     )

@@ -252,6 +252,9 @@ class Engine(RuleBasedStateMachine):
                 rank.use(request)
         for request in running:
             self.compute(request, scheduled[request.request_id])
+        if metadata.asks_for_adapters:
+            for rank in self.ranks:
+                rank.watch.tell_all()
         loaded: dict[str, bool] = {}
         report = WorkerReport(adapter_uses=self.ranks[0].watch.take())
         report.aggregate(WorkerReport(adapter_uses=self.ranks[1].watch.take()))
@@ -324,7 +327,6 @@ class Engine(RuleBasedStateMachine):
     @precondition(lambda self: not self.requests)
     @rule()
     def reset(self) -> None:
-        self.deliver_all()
         self.cached.clear()
         assert self.half.reset_cache()
 

@@ -111,8 +111,13 @@ def test_an_adapter_that_changes_is_unknown_until_a_reset_and_named(half, caplog
     assert not is_known(half, before)
     assert not is_known(half, between)
     half.reset_cache()
+    assert half.plan_idle_step().asks_for_adapters
+    assert not half.plan_idle_step().asks_for_adapters
     half.on_new_request(after)
+    assert not is_known(half, after)
+    tell(half, b"4" * 16)
     assert is_known(half, after)
+    assert not is_known(half, between)
 
 
 def test_a_request_that_loads_its_adapter_in_place_stays_unknown(half) -> None:

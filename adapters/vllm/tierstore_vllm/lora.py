@@ -80,6 +80,7 @@ class AdapterRequests:
         """Requests whose adapter no rank, or not every rank, has told of."""
         self._digests: dict[bytes, None] = {}
         """In the order in which they were first used."""
+        self._asks_ranks = False
 
     def hashes(self, request: "Request") -> Sequence[bytes] | None:
         """Return what names a request's chunks; None: it must not be cached, perhaps only yet."""
@@ -138,10 +139,18 @@ class AdapterRequests:
         self._ask_counts.pop(request_id, None)
 
     def reset(self) -> None:
-        """Trust adapters that changed: vLLM's own cache holds nothing of their old weights."""
+        """Forget all adapters, those that changed too: vLLM's own cache is empty.
+
+        What they are now the ranks are asked for, since one may have been reloaded a moment ago.
+        """
         self._ask_counts.clear()
-        for weights in self._weights.values():
-            weights.has_changed = not all(weights.digests.values())
+        self._weights.clear()
+        self._asks_ranks = True
+
+    def take_question(self) -> bool:
+        """Say once after a reset that the ranks shall tell of all adapters."""
+        asks, self._asks_ranks = self._asks_ranks, False
+        return asks
 
     def claim(self, lora_request: "LoRARequest") -> AdapterClaim:
         """Say which weights computed the chunks of a request that may be cached."""

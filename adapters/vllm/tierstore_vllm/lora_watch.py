@@ -87,6 +87,14 @@ class LoraWatch:
         uses, self._uses = self._uses, []
         return uses
 
+    def tell_all(self) -> None:
+        """Tell of every adapter again: what was told was forgotten."""
+        self._uses += [
+            AdapterUse(self._rank, adapter, digest)
+            for adapter, (_, digest) in self._told.items()
+            if digest != _UNKNOWN
+        ]
+
     def holds(self, claim: AdapterClaim) -> bool:
         """Say whether a request of this adapter will be computed with the weights it claims.
 

@@ -96,6 +96,8 @@ class StepMetadata(KVConnectorMetadata):
     as finished and failed, which makes vLLM compute them."""
     claims: dict[JobId, AdapterClaim] = field(default_factory=dict)
     """Of those loads whose requests name an adapter."""
+    asks_for_adapters: bool = False
+    """The ranks shall tell of all adapters, not only of those that changed."""
 
 
 @dataclass(slots=True)

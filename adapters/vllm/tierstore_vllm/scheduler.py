@@ -261,7 +261,13 @@ class SchedulerHalf:
             for job_id, request_id in planned.load_requests.items()
             if (request := self._requests.get(request_id)) and request.lora_request
         }
-        return StepMetadata(planned.plan, planned.load_requests, tuple(failed), claims)
+        return StepMetadata(
+            planned.plan,
+            planned.load_requests,
+            tuple(failed),
+            claims,
+            asks_for_adapters=self._adapters.take_question(),
+        )
 
     @_guarded(PlannedStep(StepPlan()), is_fatal=True)
     def _plan(self, output: "SchedulerOutput | None") -> PlannedStep:

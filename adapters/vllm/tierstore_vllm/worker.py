@@ -138,6 +138,8 @@ class WorkerHalf:
         self._load_requests.update(step.load_requests)
         self._results.finished_recving.update(step.failed_requests)
         self._results.failed_recving.update(step.failed_requests)
+        if step.asks_for_adapters and self._watch is not None:
+            self._watch.tell_all()
         refused = {job for job, claim in step.claims.items() if not self._holds(claim)}
         self._submit(
             c for c in step.plan.commands if not isinstance(c, Offload) and c.job_id not in refused
