@@ -1,13 +1,21 @@
 """The prompts of the end-to-end tests, what must be cached of them, and how runs are compared."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engine import Answer, EngineJob, EngineResult, Round
 
-__all__ = ["ANSWER_TOKENS", "Scenario", "assert_same_answer", "assert_same_answers", "tier_config"]
+__all__ = [
+    "ANSWER_TOKENS",
+    "Scenario",
+    "assert_same_answer",
+    "assert_same_answers",
+    "compare_answers",
+    "tier_config",
+]
 
 ANSWER_TOKENS = 40
 _LENGTHS = (1, 31, 32, 33, 64, 65, 129, 320, 321, 500, 560, 900)
@@ -99,13 +107,22 @@ def assert_same_answers(
 ) -> int:
     """Compare one round with one of a run without a connector; return how many tokens were.
 
+    See `compare_answers`.
+    """
+    return compare_answers(result.rounds[name], reference.rounds[reference_name], name, noise)
+
+
+def compare_answers(
+    answers: Sequence[Answer], reference: Sequence[Answer], name: str, noise: float
+) -> int:
+    """Compare one round with answers of an engine without a connector; count the tokens compared.
+
     `noise` is what the logprobs of two runs without a connector differ by, as their batches differ.
     Where the reference chose by less than that, either choice is right, and what follows in that
     answer says nothing.
     """
     token_count = 0
-    pairs = zip(result.rounds[name], reference.rounds[reference_name], strict=True)
-    for number, (ours, theirs) in enumerate(pairs):
+    for number, (ours, theirs) in enumerate(zip(answers, reference, strict=True)):
         where = f"round {name!r}, prompt {number}"
         assert ours.finish_reason == theirs.finish_reason, where
         token_count += assert_same_answer(ours, theirs, noise, where)

@@ -14,7 +14,6 @@ def apply() -> None:
     _keep_prefix_caching_for_mla()
     _rotate_correctly()
     _ask_for_no_prefill_checkpoints()
-    _import_torchvision_without_operators()
 
 
 def _keep_prefix_caching_for_mla() -> None:
@@ -52,17 +51,3 @@ def _ask_for_no_prefill_checkpoints() -> None:
         return spec
 
     MambaMixer2.get_kv_cache_spec = get_kv_cache_spec
-
-
-def _import_torchvision_without_operators() -> None:
-    """Its build for CUDA does not load its operators here; models that read text need its names."""
-    import torch
-
-    try:
-        import torchvision  # noqa: F401 - whether it can be imported is what counts
-    except ImportError:
-        return
-    except RuntimeError:  # "operator torchvision::nms does not exist"
-        boxes = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-        for name in ("nms", "qnms"):
-            torch.library.define(f"torchvision::{name}", boxes)
