@@ -57,6 +57,8 @@ class FailureReason(Enum):
     DEADLINE = "deadline"
     CLOSED = "closed"
     LAYOUT = "layout"
+    OUTDATED = "outdated"
+    """The engine computes its request otherwise than the chunk was computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

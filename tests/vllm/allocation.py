@@ -112,6 +112,7 @@ def make_vllm_config(layout: KVCacheLayout | None = None) -> SimpleNamespace:
         attention_config=SimpleNamespace(hisparse_config=None, indexer_kv_dtype="auto"),
         max_concurrent_batches=1,
         speculative_config=None,
+        lora_config=None,
         model_config=make_model_config(),
         load_config=SimpleNamespace(load_format="auto"),
         compilation_config=SimpleNamespace(static_forward_context={}),

@@ -26,6 +26,7 @@ __all__ = [
     "EngineJob",
     "EngineResult",
     "Round",
+    "adapter_request",
     "engine_environment",
     "read_metrics",
     "run_engine",
@@ -33,6 +34,7 @@ __all__ = [
 
 _VLLM_METRICS = ("vllm:num_preemptions", "vllm:prompt_tokens_cached_by_source")
 _QUIET_ANSWERS = 40
+_ADAPTERS: dict[str, int] = {}
 _REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -46,6 +48,8 @@ class Round:
     max_tokens: int = 8
     reset: bool = True
     """Empty the engine's own prefix cache first: only tierstore can hit then."""
+    adapter: tuple[str, str] | None = None
+    """Name and path of the LoRA adapter that answers."""
     one_by_one: bool = False
     """Generate for each prompt alone, after the one before."""
     aborts: bool = False
@@ -182,11 +186,12 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
             aborted += _abort(llm, inputs, sampling)
             rounds[name] = []
             continue
+        adapter = adapter_request(*batch["adapter"]) if batch["adapter"] else None
         batches = [[one] for one in inputs] if batch["one_by_one"] else [inputs]
         rounds[name] = [
             _answer(output)
             for some in batches
-            for output in llm.generate(some, sampling, use_tqdm=False)
+            for output in llm.generate(some, sampling, use_tqdm=False, lora_request=adapter)
         ]
         if batch["announces"]:
             _announce(llm, Path(batch["announces"]))
@@ -198,6 +203,14 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
     else:
         llm.llm_engine.engine_core.shutdown()
     return {"rounds": rounds, "metrics": metrics}
+
+
+def adapter_request(name: str, path: str, **changes: Any) -> Any:
+    """Name a LoRA adapter as vLLM's server does: every name has a number of its own."""
+    from vllm.lora.request import LoRARequest
+
+    number = _ADAPTERS.setdefault(name, len(_ADAPTERS) + 1)
+    return LoRARequest(name, number, path, **changes)
 
 
 def _open(job: dict[str, Any]) -> Any:

@@ -56,6 +56,7 @@ class Lab:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         self.prompts: list[list[int]] = job["prompts"]
+        self.model: str = job["model"]
         self.tier_path = Path(job["config"]["secondary"][0]["path"])
         self.llm = LLM(
             job["model"],
@@ -67,6 +68,7 @@ class Lab:
             skip_tokenizer_init=True,
             disable_log_stats=False,
             enable_prefix_caching=True,
+            **job.get("engine", {}),
             kv_transfer_config=KVTransferConfig(
                 kv_connector="SlowConnector",
                 kv_connector_module_path="slow",
@@ -91,10 +93,20 @@ class Lab:
         return self.worker_connector._worker
 
     def ask(
-        self, prompts: list[list[int]], *, salt: str | None = None, is_cached: bool = True
+        self,
+        prompts: list[list[int]],
+        *,
+        salt: str | None = None,
+        is_cached: bool = True,
+        adapter: Any = None,
     ) -> dict[str, Any]:
-        """Answer prompts one after the other; tierstore keeps out of it unless `is_cached`."""
-        outputs = [self._generate(prompt, salt, is_cached=is_cached) for prompt in prompts]
+        """Answer prompts one after the other; tierstore keeps out of it unless `is_cached`.
+
+        `adapter` is vLLM's name of a LoRA adapter.
+        """
+        outputs = [
+            self._generate(prompt, salt, is_cached=is_cached, adapter=adapter) for prompt in prompts
+        ]
         return {
             "tokens": [list(output.outputs[0].token_ids) for output in outputs],
             "cached": [output.num_cached_tokens or 0 for output in outputs],
@@ -102,7 +114,12 @@ class Lab:
         }
 
     def _generate(
-        self, prompt: list[int], salt: str | None = None, *, is_cached: bool = True
+        self,
+        prompt: list[int],
+        salt: str | None = None,
+        *,
+        is_cached: bool = True,
+        adapter: Any = None,
     ) -> Any:
         from vllm import SamplingParams
 
@@ -116,14 +133,15 @@ class Lab:
         asked: dict[str, Any] = {"prompt_token_ids": prompt}
         if salt is not None:
             asked["cache_salt"] = salt
-        return self.llm.generate([asked], sampling, use_tqdm=False)[0]
+        return self.llm.generate([asked], sampling, use_tqdm=False, lora_request=adapter)[0]
 
-    def submit(self, name: str, prompt: list[int]) -> None:
+    def submit(self, name: str, prompt: list[int], *, adapter: Any = None) -> None:
         """Add a request without stepping."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0, max_tokens=6, detokenize=False, ignore_eos=True)
-        self.engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+        asked = {"prompt_token_ids": prompt}
+        self.engine.add_request(name, asked, sampling, lora_request=adapter)
 
     def finish(self) -> dict[str, list[int]]:
         """Step until every submitted request has ended; return the tokens by name."""

@@ -250,6 +250,11 @@ class OffloadPlanner:
         for state in self._requests.values():
             state.outdate(self._configs)
 
+    def drop_offloads(self) -> None:
+        """Let no offload that is in flight be found: what computed its blocks is in doubt."""
+        for job in self._in_flight.offloads.values():
+            self._stack.doom(job.reservation.keys)
+
     def check(self) -> list[str]:
         """Verify that nothing leaks; return the problems in words (empty: sound)."""
         problems = self._in_flight.check()

@@ -6,7 +6,7 @@ places, never bytes. It takes no lock and is called by one thread.
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Self
 
 import numpy as np
@@ -344,6 +344,10 @@ class TierStack:
         self._doomed.update(self._primary.arriving)
         for secondary in self._secondaries:
             secondary.reset(manifest)
+
+    def doom(self, keys: Iterable[OffloadKey]) -> None:
+        """Make chunks that an offload holds unreachable, and forget them when it ends."""
+        self._doomed.update(keys)
 
     def check(self) -> list[str]:
         """Verify the invariants of all tiers; return the violations in words (empty: sound)."""

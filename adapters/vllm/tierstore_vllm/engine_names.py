@@ -21,6 +21,14 @@ NEEDED_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "AttentionConfig": ("indexer_kv_dtype",),
         "CacheConfig": ("cache_dtype", "prefix_caching_hash_algo"),
         "KVTransferConfig": ("kv_connector_extra_config",),
+        "LoRAConfig": (
+            "enable_mixed_moe_lora_format",
+            "enable_moe_shared_loras",
+            "enable_tower_connector_lora",
+            "fully_sharded_loras",
+            "lora_dtype",
+            "target_modules",
+        ),
         "LoadConfig": ("load_format",),
         "ModelConfig": (
             "code_revision",
@@ -104,6 +112,9 @@ NEEDED_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "vllm.distributed.kv_transfer.kv_connector.v1.metrics": {
         "KVConnectorPromMetrics": ("observe",),
         "KVConnectorStats": ("aggregate", "data", "is_empty", "reduce", "reset"),
+    },
+    "vllm.lora.worker_manager": {
+        "LRUCacheWorkerLoRAManager": ("_load_adapter", "add_adapter", "list_adapters"),
     },
     "vllm.v1.core.kv_cache_utils": {"BlockHash": (), "maybe_convert_block_hash": ()},
     "vllm.v1.core.sched.output": {

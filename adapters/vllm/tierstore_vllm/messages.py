@@ -2,7 +2,8 @@
 
     worker -> scheduler, once        WorkerHello    whose bytes these are
     scheduler -> worker, every step  StepMetadata   commands, and the requests that wait for loads
-    worker -> scheduler, every step  WorkerReport   answers, merged over the ranks by vLLM
+    worker -> scheduler, every step  WorkerReport   answers and LoRA adapters, merged over the ranks
+                                                    by vLLM
 
 All of them are pickled by vLLM, so they hold plain data and stay small.
 """
@@ -22,7 +23,16 @@ from tierstore.transfer import FailureReason, JobId, StepPlan, TransferDone
 if TYPE_CHECKING:
     from tierstore_vllm.worker import WorkerHalf
 
-__all__ = ["RankAnswer", "RankTally", "StepMetadata", "WorkerHello", "WorkerReport"]
+__all__ = [
+    "Adapter",
+    "AdapterClaim",
+    "AdapterUse",
+    "RankAnswer",
+    "RankTally",
+    "StepMetadata",
+    "WorkerHello",
+    "WorkerReport",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +55,35 @@ class WorkerHello(KVConnectorHandshakeMetadata):
         return type(self), (self.manifest, self.refusal)
 
 
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter as vLLM's block hashes know it: not by its weights."""
+
+    name: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterUse:
+    """From now on a rank computes the requests of an adapter with other weights than before."""
+
+    rank: int
+    adapter: Adapter
+    digest: bytes
+    """Of the weights in the rank's memory; empty: it cannot tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterClaim:
+    """The weights that computed the chunks of a load, for the ranks to compare with their own."""
+
+    adapter: Adapter
+    lora_int_id: int
+    """Under which the request that waits for the load will be computed."""
+    digests: dict[int, bytes]
+    """By rank."""
+
+
 @dataclass(slots=True)
 class StepMetadata(KVConnectorMetadata):
     """One engine step's work for every rank. Empty in most steps, never None."""
@@ -55,6 +94,10 @@ class StepMetadata(KVConnectorMetadata):
     failed_requests: tuple[str, ...] = ()
     """Requests whose load was announced to vLLM but could not be planned. The worker reports them
     as finished and failed, which makes vLLM compute them."""
+    claims: dict[JobId, AdapterClaim] = field(default_factory=dict)
+    """Of those loads whose requests name an adapter."""
+    asks_for_adapters: bool = False
+    """The ranks shall tell of all adapters, not only of those that changed."""
 
 
 @dataclass(slots=True)
@@ -105,6 +148,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     answers: dict[JobId, RankAnswer] = field(default_factory=dict)
     has_given_up: bool = False
     """Some rank moves no bytes any more."""
+    adapter_uses: list[AdapterUse] = field(default_factory=list)
+    """In the order in which each rank came to know them, before the answers."""
 
     def add(self, job_id: JobId, answer: RankAnswer) -> None:
         """Merge what was said about one job."""
@@ -118,6 +163,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
         for job_id, answer in other.answers.items():
             self.add(job_id, answer)
         self.has_given_up |= other.has_given_up
+        self.adapter_uses += other.adapter_uses
         return self
 
 
@@ -139,9 +185,9 @@ class RankTally:
         A job is answered once, or twice if it was late on some rank: first when every rank has
         answered, then when every rank has settled.
         """
-        self._open.aggregate(report)
         dones = []
-        for job_id in report.answers:
+        for job_id, answer in report.answers.items():
+            self._open.add(job_id, answer)
             total = self._open.answers[job_id]
             if total.settled_count == self._rank_count:
                 dones.append(TransferDone(job_id=job_id, ok=total.ok, failed=total.failed))

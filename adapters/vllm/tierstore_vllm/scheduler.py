@@ -31,7 +31,8 @@ from tierstore.tier.stack import TierStack
 from tierstore.transfer import StepPlan
 from tierstore_vllm.events import EventSource
 from tierstore_vllm.layout import EngineShape
-from tierstore_vllm.messages import RankTally, StepMetadata, WorkerReport
+from tierstore_vllm.lora import AdapterRequests, adapter_of
+from tierstore_vllm.messages import AdapterUse, RankTally, StepMetadata, WorkerReport
 from tierstore_vllm.stats import StatsSource, TierStoreStats
 from tierstore_vllm.step import StepReader
 
@@ -112,7 +113,12 @@ class SchedulerHalf:
         self._stats = StatsSource(counters)
         self._tally = RankTally(shape.rank_count)
         self._groups = manifest.group_specs()
-        self._events = None if residency is None else EventSource(residency, self._groups)
+        self._adapters = AdapterRequests(shape.rank_count)
+        self._events = (
+            None
+            if residency is None
+            else EventSource(residency, self._groups, self._adapters.block_hash)
+        )
         self._planner = OffloadPlanner(
             self._groups,
             manifest.namespace,
@@ -171,14 +177,18 @@ class SchedulerHalf:
     def on_new_request(self, request: "Request") -> None:
         """Get to know a request.
 
-        A LoRA request stays unknown, so that nothing is cached for it: its block hashes name the
-        adapter but not its content, and a retrained adapter would be answered from its old cache.
-        So does one that says `"tierstore.cache": false` in its `kv_transfer_params`.
+        One that says `"tierstore.cache": false` in its `kv_transfer_params` stays unknown, so that
+        nothing is cached for it. One with a LoRA adapter is unknown to the planner until the ranks
+        have told which weights stand behind the adapter's name.
         """
-        if request.lora_request is not None or not _may_be_cached(request):
-            return
-        self._requests[request.request_id] = request
-        self._planner.add_request(request.request_id, request.block_hashes)
+        if _may_be_cached(request):
+            self._requests[request.request_id] = request
+            self._introduce(request)
+
+    def _introduce(self, request: "Request") -> None:
+        hashes = self._adapters.hashes(request)
+        if hashes is not None:
+            self._planner.add_request(request.request_id, hashes)
 
     @_guarded((0, False), is_fatal=False)
     def get_num_new_matched_tokens(
@@ -187,6 +197,8 @@ class SchedulerHalf:
         """Say how many tokens beyond the local ones can be loaded; None: ask again."""
         if request.skip_reading_prefix_cache:
             return 0, False
+        if self._adapters.shall_ask_again(request.request_id):
+            return None, False
         answer = self._planner.match(request.request_id, local_tokens, request.num_tokens)
         if answer.ask_again:
             return None, False
@@ -244,7 +256,18 @@ class SchedulerHalf:
         failed = self._promised.union(planned.failed_requests)
         failed.difference_update(planned.load_requests.values())
         self._promised.clear()
-        return StepMetadata(planned.plan, planned.load_requests, tuple(failed))
+        claims = {
+            job_id: self._adapters.claim(request.lora_request)
+            for job_id, request_id in planned.load_requests.items()
+            if (request := self._requests.get(request_id)) and request.lora_request
+        }
+        return StepMetadata(
+            planned.plan,
+            planned.load_requests,
+            tuple(failed),
+            claims,
+            asks_for_adapters=self._adapters.take_question(),
+        )
 
     @_guarded(PlannedStep(StepPlan()), is_fatal=True)
     def _plan(self, output: "SchedulerOutput | None") -> PlannedStep:
@@ -255,11 +278,28 @@ class SchedulerHalf:
     def take_report(self, report: WorkerReport) -> None:
         """Take the workers' answers; publish what all ranks have."""
         self._last_report = report
+        if report.adapter_uses:
+            # Before the answers: an offload may hold what other weights have computed.
+            self._learn(report.adapter_uses)
         for done in self._tally.add(report):
             self._planner.complete(done)
         if report.has_given_up:
             # Its every load would fail, and vLLM may end the requests that wait for them.
             self._give_up("a worker moves no bytes any more")
+
+    def _learn(self, uses: Sequence[AdapterUse]) -> None:
+        changed = self._adapters.learn(uses)
+        if changed:
+            self._planner.drop_offloads()
+            for request_id, request in self._requests.items():
+                if request.lora_request and adapter_of(request.lora_request) in changed:
+                    self._planner.finish_request(request_id)
+        for request_id in self._adapters.waiting():
+            request = self._requests[request_id]
+            if request.num_computed_tokens:  # its first blocks have passed the planner by
+                self._adapters.forget_request(request_id)
+            else:
+                self._introduce(request)
 
     def take_missed_reports(self, reports: Sequence[WorkerReport]) -> None:
         """Take those of a local worker's last reports that vLLM did not deliver.
@@ -275,6 +315,7 @@ class SchedulerHalf:
         """Forget a request; its blocks may be freed at once, fences guard those being read."""
         self._requests.pop(request.request_id, None)
         self._questions.pop(request.request_id, None)
+        self._adapters.forget_request(request.request_id)
         self._planner.finish_request(request.request_id)
 
     @_guarded(False, is_fatal=True)
@@ -292,6 +333,7 @@ class SchedulerHalf:
         """
         self._manifest = self._manifest.in_epoch(secrets.token_hex(8))
         self._planner.reset(self._manifest)
+        self._adapters.reset()
         _logger.info("cache was reset: what is stored from now on is found by this engine only")
         return True
 

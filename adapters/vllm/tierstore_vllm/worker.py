@@ -32,7 +32,14 @@ from tierstore.transfer import (
     TransferDone,
 )
 from tierstore_vllm.layout import WorkerLayout, describe_worker
-from tierstore_vllm.messages import RankAnswer, StepMetadata, WorkerHello, WorkerReport
+from tierstore_vllm.lora_watch import LoraWatch
+from tierstore_vllm.messages import (
+    AdapterClaim,
+    RankAnswer,
+    StepMetadata,
+    WorkerHello,
+    WorkerReport,
+)
 from tierstore_vllm.stats import StatsSource, TierStoreStats
 
 if TYPE_CHECKING:
@@ -68,6 +75,7 @@ class WorkerHalf:
         self._hello = WorkerHello(None, "vLLM registered no KV caches")
         self._open_jobs: dict[JobId, Command] = {}
         self._load_requests: dict[JobId, str] = {}
+        self._watch: LoraWatch | None = None
         self._late_jobs: set[JobId] = set()
         """Open jobs whose first answer said that they are late."""
         self._results = KVConnectorTransferResults()
@@ -97,6 +105,10 @@ class WorkerHalf:
             raise ConfigError(f"primary.capacity: lower it, {error}") from error
         else:
             self._hello = WorkerHello(layout.manifest, local_worker=self)
+            lora_config = self._vllm_config.lora_config
+            if lora_config is not None:
+                self._watch = LoraWatch(lora_config, self._vllm_config.parallel_config.rank)
+                self._watch.open()
 
     def _open_executor(self, layout: WorkerLayout) -> TransferExecutor:
         parallel = self._vllm_config.parallel_config
@@ -126,7 +138,23 @@ class WorkerHalf:
         self._load_requests.update(step.load_requests)
         self._results.finished_recving.update(step.failed_requests)
         self._results.failed_recving.update(step.failed_requests)
-        self._submit(c for c in step.plan.commands if not isinstance(c, Offload))
+        if step.asks_for_adapters and self._watch is not None:
+            self._watch.tell_all()
+        refused = {job for job, claim in step.claims.items() if not self._holds(claim)}
+        self._submit(
+            c for c in step.plan.commands if not isinstance(c, Offload) and c.job_id not in refused
+        )
+        for command in step.plan.commands:
+            if command.job_id in refused:
+                self._refuse(command)
+
+    def _holds(self, claim: AdapterClaim) -> bool:
+        return self._watch is not None and self._watch.holds(claim)
+
+    def _refuse(self, command: Command) -> None:
+        """Fail a load whose chunks were computed with other weights of its request's adapter."""
+        self._open_jobs[command.job_id] = command
+        self._answer([_failure(command, FailureReason.OUTDATED)])
 
     def start_offloads(self, step: StepMetadata) -> None:
         """Submit the offloads of blocks that this step's forward pass fills."""
@@ -151,9 +179,12 @@ class WorkerHalf:
 
     def take_report(self) -> WorkerReport | None:
         """Return the answers for the scheduler half; None when there are none."""
-        if not self._report.answers and not self._report.has_given_up:
+        if self._watch is not None:
+            self._report.adapter_uses += self._watch.take()
+        report = self._report
+        if not (report.answers or report.has_given_up or report.adapter_uses):
             return None
-        report, self._report = self._report, WorkerReport()
+        self._report = WorkerReport()
         self._recent_reports.append(report)
         return report
 
@@ -203,6 +234,8 @@ class WorkerHalf:
         before_close()
         self._guard("drain", lambda executor: self._answer(executor.drain(_DRAIN_SECONDS)))
         self._guard("close", lambda executor: executor.close())
+        if self._watch is not None:
+            self._watch.close()
         self._executor = None
 
     def _answer(self, dones: Iterable[TransferDone]) -> None:
@@ -248,7 +281,8 @@ class WorkerHalf:
         """Answer every command, and report every load that a request waits for, just once."""
         for job_id, command in self._open_jobs.items():
             again = job_id in self._late_jobs
-            self._report.add(job_id, RankAnswer.of(_failure(command), again=again))
+            answer = RankAnswer.of(_failure(command, FailureReason.CLOSED), again=again)
+            self._report.add(job_id, answer)
         self._results.finished_recving.update(self._load_requests.values())
         self._results.failed_recving.update(self._load_requests.values())
         self._open_jobs.clear()
@@ -267,7 +301,7 @@ def _current_stream() -> int:
     return int(torch.cuda.current_stream().cuda_stream)
 
 
-def _failure(command: Command) -> TransferDone:
+def _failure(command: Command, reason: FailureReason) -> TransferDone:
     """Answer a command that was never carried out."""
     match command:
         case Offload():
@@ -278,5 +312,5 @@ def _failure(command: Command) -> TransferDone:
             chunk_count = sum(len(promote.keys) for promote in command.promotes)
         case Release():
             chunk_count = 0
-    failed = dict.fromkeys(range(chunk_count), FailureReason.CLOSED)
+    failed = dict.fromkeys(range(chunk_count), reason)
     return TransferDone(job_id=command.job_id, ok=False, failed=failed)

@@ -1,0 +1,169 @@
+"""Names the chunks of requests with a LoRA adapter by the weights that compute them.
+
+vLLM's block hashes cover an adapter's name and path. So behind each hash stands a digest of what
+every rank has in memory for the adapter, as the ranks tell it (`lora_watch`):
+
+    OffloadKey = namespace + group index + block hash + digest
+
+An adapter whose weights change under its name and path is not cached any more until the cache is
+reset: vLLM's own cache goes on giving its old blocks to new requests, and nobody can tell them.
+"""
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, overload
+
+import xxhash
+
+from tierstore_vllm.messages import Adapter, AdapterClaim, AdapterUse
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.request import Request
+
+__all__ = ["ASK_COUNT_MAX", "AdaptedHashes", "AdapterRequests", "adapter_of"]
+
+_logger = logging.getLogger(__name__)
+
+ASK_COUNT_MAX = 2
+"""Times a request is told to ask again while the ranks have not said what its adapter is.
+
+An adapter that was loaded beforehand is told of in the next step, be it an empty one, and with
+asynchronous scheduling the step's report comes a step later. One that was not is loaded when its
+first request is computed.
+"""
+
+_DIGEST_BYTES = 16
+_DIGEST_COUNT_MAX = 8192
+"""Digests that are recognised behind a block hash; of older ones no event can be published."""
+
+
+class AdaptedHashes(Sequence[bytes]):
+    """A live view of a request's block hashes, each with the digest of its adapter behind it."""
+
+    def __init__(self, hashes: Sequence[bytes], digest: bytes) -> None:
+        self._hashes = hashes
+        self._digest = digest
+
+    def __len__(self) -> int:
+        return len(self._hashes)
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[bytes]: ...
+    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
+        digest = self._digest
+        if isinstance(index, slice):
+            return [block_hash + digest for block_hash in self._hashes[index]]
+        return self._hashes[index] + digest
+
+
+@dataclass(slots=True)
+class _Weights:
+    """What stands behind one adapter's name and path."""
+
+    digests: dict[int, bytes] = field(default_factory=dict)
+    """By rank, the last that it told."""
+    has_changed: bool = False
+    """Since the cache was empty."""
+
+
+class AdapterRequests:
+    """Knows which requests of adapters may be cached, and under which digest."""
+
+    def __init__(self, rank_count: int) -> None:
+        self._rank_count = rank_count
+        self._weights: dict[Adapter, _Weights] = {}
+        self._ask_counts: dict[str, int] = {}
+        """Requests whose adapter no rank, or not every rank, has told of."""
+        self._digests: dict[bytes, None] = {}
+        """In the order in which they were first used."""
+        self._asks_ranks = False
+
+    def hashes(self, request: "Request") -> Sequence[bytes] | None:
+        """Return what names a request's chunks; None: it must not be cached, perhaps only yet."""
+        if request.lora_request is None:
+            block_hashes: Sequence[bytes] = request.block_hashes
+            return block_hashes
+        if request.lora_request.load_inplace:
+            return None  # its weights are read anew when it is computed
+        weights = self._weights.get(adapter_of(request.lora_request), _Weights())
+        if weights.has_changed:
+            return None
+        if len(weights.digests) < self._rank_count:
+            self._ask_counts.setdefault(request.request_id, 0)
+            return None
+        # With expert parallelism every rank loads other parts.
+        every_rank = b"".join(weights.digests[rank] for rank in sorted(weights.digests))
+        digest = xxhash.xxh3_128_digest(every_rank)
+        self._digests[digest] = None
+        if len(self._digests) > _DIGEST_COUNT_MAX:
+            del self._digests[next(iter(self._digests))]
+        self._ask_counts.pop(request.request_id, None)
+        return AdaptedHashes(request.block_hashes, digest)
+
+    def shall_ask_again(self, request_id: str) -> bool:
+        """Say whether the next step may tell what a waiting request's adapter is."""
+        count = self._ask_counts.get(request_id, ASK_COUNT_MAX)
+        if count < ASK_COUNT_MAX:
+            self._ask_counts[request_id] = count + 1
+        return count < ASK_COUNT_MAX
+
+    def learn(self, uses: Iterable[AdapterUse]) -> set[Adapter]:
+        """Take what ranks tell; return the adapters whose weights have changed."""
+        changed: set[Adapter] = set()
+        for use in uses:
+            weights = self._weights.setdefault(use.adapter, _Weights())
+            if weights.digests.get(use.rank, use.digest) != use.digest:
+                changed.add(use.adapter)
+            weights.digests[use.rank] = use.digest
+        for adapter in changed:
+            if not self._weights[adapter].has_changed:
+                self._weights[adapter].has_changed = True
+                _logger.warning(
+                    "requests of a LoRA adapter are not cached until the cache is reset, since its "
+                    "weights changed under the same name and path: name=%s path=%s",
+                    adapter.name,
+                    adapter.path,
+                )
+        return changed
+
+    def waiting(self) -> list[str]:
+        """Return the requests whose adapter was not known when they were last looked at."""
+        return list(self._ask_counts)
+
+    def forget_request(self, request_id: str) -> None:
+        """Wait for a request's adapter no more."""
+        self._ask_counts.pop(request_id, None)
+
+    def reset(self) -> None:
+        """Forget all adapters, those that changed too: vLLM's own cache is empty.
+
+        What they are now the ranks are asked for, since one may have been reloaded a moment ago.
+        """
+        self._ask_counts.clear()
+        self._weights.clear()
+        self._asks_ranks = True
+
+    def take_question(self) -> bool:
+        """Say once after a reset that the ranks shall tell of all adapters."""
+        asks, self._asks_ranks = self._asks_ranks, False
+        return asks
+
+    def claim(self, lora_request: "LoRARequest") -> AdapterClaim:
+        """Say which weights computed the chunks of a request that may be cached."""
+        adapter = adapter_of(lora_request)
+        digests = dict(self._weights[adapter].digests)
+        return AdapterClaim(adapter, lora_request.lora_int_id, digests)
+
+    def block_hash(self, chunk_hash: bytes) -> bytes:
+        """Return vLLM's own part of what names a chunk."""
+        digest = chunk_hash[-_DIGEST_BYTES:]
+        return chunk_hash.removesuffix(digest) if digest in self._digests else chunk_hash
+
+
+def adapter_of(lora_request: "LoRARequest") -> Adapter:
+    """Return what vLLM's block hashes know of a request's adapter."""
+    return Adapter(lora_request.lora_name, lora_request.lora_path)

@@ -1,0 +1,257 @@
+"""Sees which weights a worker really computes with when a request names a LoRA adapter.
+
+vLLM tells a connector an adapter's name and path, never its weights. Files do not tell them either:
+a worker reads them when it first needs them, drops them when it needs the room, reads them again,
+or is told to read them anew under the same name. So this module wraps the two methods of vLLM's own
+LoRA manager through which all of that goes, and digests what was loaded, in memory.
+"""
+
+import functools
+import logging
+import os
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from tierstore_vllm.messages import Adapter, AdapterClaim, AdapterUse
+
+if TYPE_CHECKING:
+    from vllm.config import LoRAConfig
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.request import LoRARequest
+    from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+
+__all__ = ["ADAPTER_COUNT_MAX", "LoraWatch", "digest_adapter", "file_states"]
+
+_logger = logging.getLogger(__name__)
+
+ADAPTER_COUNT_MAX = 4096
+"""Adapters that a rank tells of; requests of further ones are not cached."""
+
+_UNKNOWN = b""
+
+_CONFIG_NAMES = (
+    "enable_mixed_moe_lora_format",
+    "enable_moe_shared_loras",
+    "fully_sharded_loras",
+    "lora_dtype",
+    "target_modules",
+)
+"""Settings that decide what an adapter's weights do to the KV cache."""
+
+_FileStates = tuple[tuple[str | int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """What was last loaded under one `lora_int_id`."""
+
+    adapter: Adapter
+    digest: bytes
+    files: _FileStates | None
+    """As they were before and after they were read; None: they changed, or are none."""
+
+
+class LoraWatch:
+    """One rank's adapters. Called in the thread that loads them and takes the engine's steps."""
+
+    def __init__(self, lora_config: "LoRAConfig", rank: int) -> None:
+        self._config = lora_config
+        self._rank = rank
+        self._manager: LRUCacheWorkerLoRAManager | None = None
+        self._loaded: dict[int, _Loaded] = {}
+        self._told: dict[Adapter, tuple[int, bytes]] = {}
+        """The id under which each adapter was last used, and the digest that was told."""
+        self._uses: list[AdapterUse] = []
+
+    def open(self) -> None:
+        """Begin to watch; before the engine can be asked to load an adapter."""
+        if self._config.enable_tower_connector_lora:
+            # vLLM keeps what an adapter made of a picture under the adapter's name alone.
+            _logger.warning("requests of LoRA adapters are not cached: enable_tower_connector_lora")
+            return
+        _wrap_manager()
+        _watches.add(self)
+
+    def close(self) -> None:
+        """Stop watching; idempotent."""
+        _watches.discard(self)
+
+    def take(self) -> list[AdapterUse]:
+        """Return what is new since the last call."""
+        uses, self._uses = self._uses, []
+        return uses
+
+    def tell_all(self) -> None:
+        """Tell of every adapter again: what was told was forgotten."""
+        self._uses += [
+            AdapterUse(self._rank, adapter, digest)
+            for adapter, (_, digest) in self._told.items()
+            if digest != _UNKNOWN
+        ]
+
+    def holds(self, claim: AdapterClaim) -> bool:
+        """Say whether a request of this adapter will be computed with the weights it claims.
+
+        Those in memory are known. Those that were dropped are read again, so the files must be as
+        they were; a stat of each says so.
+        """
+        loaded = self._loaded.get(claim.lora_int_id)
+        if loaded is None or loaded.digest != claim.digests.get(self._rank):
+            return False
+        if self._manager is not None and claim.lora_int_id in self._manager.list_adapters():
+            return True
+        is_same = loaded.files is not None and loaded.files == file_states(claim.adapter.path)
+        return is_same and loaded.adapter == claim.adapter
+
+    def watches(self, manager: "LRUCacheWorkerLoRAManager") -> bool:
+        """Say whether this manager is that of the watch's engine; a process may have several."""
+        return manager.lora_config is self._config
+
+    def on_load(
+        self,
+        manager: "LRUCacheWorkerLoRAManager",
+        request: "LoRARequest",
+        model: "LoRAModel",
+        files: _FileStates | None,
+    ) -> None:
+        """Take note that `model` was read for `request`, from files that were `files` before."""
+        adapter = _adapter_of(request)
+        digest = _UNKNOWN
+        try:
+            digest = digest_adapter(request, model, self._config)
+        except Exception as error:  # noqa: BLE001 - below it is vLLM's step
+            _logger.warning(
+                "requests of a LoRA adapter are not cached: name=%s cause=%r", adapter.name, error
+            )
+        if files != file_states(adapter.path):
+            files = None
+        self._manager = manager
+        self._loaded.pop(request.lora_int_id, None)
+        self._loaded[request.lora_int_id] = _Loaded(adapter, digest, files)
+        while len(self._loaded) > ADAPTER_COUNT_MAX:
+            del self._loaded[next(iter(self._loaded))]
+        # Requests that run under this id go on with the new weights, whatever they call them.
+        others = [other for other, (i, _) in self._told.items() if i == request.lora_int_id]
+        for told in {adapter, *others}:
+            self._tell(told, request.lora_int_id, digest)
+
+    def on_use(self, request: "LoRARequest") -> None:
+        """Take note that requests of this adapter are computed from now on."""
+        loaded = self._loaded.get(request.lora_int_id)
+        digest = _UNKNOWN if loaded is None else loaded.digest
+        self._tell(_adapter_of(request), request.lora_int_id, digest)
+
+    def _tell(self, adapter: Adapter, lora_int_id: int, digest: bytes) -> None:
+        _, told = self._told.get(adapter, (0, _UNKNOWN))
+        if told == digest and told == _UNKNOWN:
+            return
+        if adapter not in self._told and len(self._told) == ADAPTER_COUNT_MAX:
+            return
+        self._told[adapter] = lora_int_id, digest
+        if told != digest:
+            self._uses.append(AdapterUse(self._rank, adapter, digest))
+
+
+def digest_adapter(request: "LoRARequest", model: "LoRAModel", config: "LoRAConfig") -> bytes:
+    """Digest all that decides what a loaded adapter does to a model; 16 bytes.
+
+    Takes every attribute that vLLM gives an adapter and its layers, but for the adapter's number.
+
+    Raises:
+        TypeError: an attribute is of a kind that is not known.
+    """
+    digest = xxhash.xxh3_128()
+    _feed(digest, {name: getattr(config, name, None) for name in _CONFIG_NAMES})
+    _feed(digest, bool(request.is_3d_lora_weight))
+    _feed(digest, {name: value for name, value in vars(model).items() if name != "id"})
+    return digest.digest()
+
+
+def _feed(digest: "xxhash.xxh3_128", value: object) -> None:
+    """Digest a value so that no two different ones give the same bytes."""
+    import torch
+
+    kind = type(value).__qualname__
+    match value:
+        case None | bool() | int() | float() | str() | torch.dtype():
+            text = repr(value).encode()
+            digest.update(f"{kind} {len(text)} ".encode() + text)
+        case torch.Tensor():
+            digest.update(f"{kind} {value.dtype} {tuple(value.shape)} ".encode())
+            flat = value.detach().cpu().contiguous().reshape(-1)
+            digest.update(flat.view(torch.uint8).numpy())
+        case Mapping():
+            digest.update(f"{kind} {len(value)} ".encode())
+            for name in sorted(value):
+                _feed(digest, name)
+                _feed(digest, value[name])
+        case list() | tuple():
+            digest.update(f"{kind} {len(value)} ".encode())
+            for item in value:
+                _feed(digest, item)
+        case _ if hasattr(value, "__dict__") and type(value).__module__.startswith("vllm.lora."):
+            digest.update(f"{kind} ".encode())
+            _feed(digest, vars(value))
+        case _:
+            raise TypeError(f"an adapter has an attribute of type {kind}")
+
+
+def _adapter_of(request: "LoRARequest") -> Adapter:
+    return Adapter(request.lora_name, request.lora_path)
+
+
+def file_states(path: str) -> _FileStates | None:
+    """Describe a folder's files by what changes when they do; None: it is no local folder."""
+    with (
+        suppress(OSError, RuntimeError, ValueError),
+        os.scandir(Path(path).expanduser()) as entries,
+    ):
+        stats = [(entry.name, entry.stat()) for entry in entries if entry.is_file()]
+        return tuple(
+            sorted(
+                (name, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+                for name, stat in stats
+            )
+        )
+    return None
+
+
+_watches: "weakref.WeakSet[LoraWatch]" = weakref.WeakSet()
+
+
+@functools.cache
+def _wrap_manager() -> None:
+    """Let vLLM's LoRA manager tell the watches of its engine; once in a process."""
+    from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+
+    load, use = LRUCacheWorkerLoRAManager._load_adapter, LRUCacheWorkerLoRAManager.add_adapter  # noqa: SLF001
+
+    @functools.wraps(load)
+    def load_watched(
+        manager: LRUCacheWorkerLoRAManager, lora_request: "LoRARequest"
+    ) -> "LoRAModel":
+        files = file_states(lora_request.lora_path)
+        model = load(manager, lora_request)
+        for watch in _watches_of(manager):
+            watch.on_load(manager, lora_request, model, files)
+        return model
+
+    @functools.wraps(use)
+    def use_watched(manager: LRUCacheWorkerLoRAManager, lora_request: "LoRARequest") -> bool:
+        is_loaded: bool = use(manager, lora_request)
+        for watch in _watches_of(manager):
+            watch.on_use(lora_request)
+        return is_loaded
+
+    LRUCacheWorkerLoRAManager._load_adapter = load_watched  # noqa: SLF001
+    LRUCacheWorkerLoRAManager.add_adapter = use_watched
+
+
+def _watches_of(manager: "LRUCacheWorkerLoRAManager") -> Iterator[LoraWatch]:
+    return (watch for watch in _watches if watch.watches(manager))
