@@ -16,7 +16,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from tierstore_vllm.engine_names import NEEDED_NAMES
+from tierstore_vllm.engine_names import LORA_NAMES, NEEDED_NAMES
 
 Description = dict[str, object]
 
@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ADAPTER = ROOT / "adapters" / "vllm" / "tierstore_vllm"
 TABLES = ROOT / "tests" / "vllm" / "names"
 
+_NAMES = {**NEEDED_NAMES, **LORA_NAMES}
 _DERIVED_FROM = "vllm.distributed.kv_transfer."
 _UNCHECKED = {"original_max_model_len"}
 """Used, but set while an object is made, so that its class does not show it."""
@@ -42,7 +43,7 @@ def main() -> None:
 
 def describe(source: Path, version: str) -> Description:
     """Return the table of one vLLM: what it has of what the adapter names."""
-    wanted = {module: set(classes) for module, classes in NEEDED_NAMES.items()}
+    wanted = {module: set(classes) for module, classes in _NAMES.items()}
     for module, names in imported_names(sorted(ADAPTER.glob("*.py"))).items():
         wanted.setdefault(module, set()).update(names)
     modules = {module: describe_module(source, module, wanted[module]) for module in wanted}
@@ -110,7 +111,7 @@ def wanted_members(module: str) -> set[str] | None:
     """Return the members that the adapter uses; None: all, since it derives from these classes."""
     if module.startswith(_DERIVED_FROM):
         return None
-    return {name for names in NEEDED_NAMES.get(module, {}).values() for name in names} | _UNCHECKED
+    return {name for names in _NAMES.get(module, {}).values() for name in names} | _UNCHECKED
 
 
 def describe_class(node: ast.ClassDef, wanted: set[str] | None) -> Description:

@@ -27,6 +27,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.request import LoRARequest
+from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
 from tierstore import Manifest
 from tierstore.config import load_config
@@ -345,3 +346,9 @@ class Engine(RuleBasedStateMachine):
 Engine.TestCase.settings = settings(max_examples=100, stateful_step_count=20, deadline=None)
 TestEngine = Engine.TestCase
 TestEngine.pytestmark = [pytest.mark.vllm]
+
+
+def test_a_vllm_whose_lora_manager_is_unknown_caches_no_adapter_and_says_so(monkeypatch, caplog):
+    monkeypatch.delattr(LRUCacheWorkerLoRAManager, "_load_adapter")
+    LoraWatch(CONFIG, 0).open()
+    assert "LRUCacheWorkerLoRAManager._load_adapter" in caplog.text

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from tierstore.errors import ConfigError
 
-__all__ = ["NEEDED_NAMES", "TESTED_VERSIONS", "check_engine"]
+__all__ = ["LORA_NAMES", "NEEDED_NAMES", "TESTED_VERSIONS", "check_engine", "missing_names"]
 
 _logger = logging.getLogger(__name__)
 
@@ -113,9 +113,6 @@ NEEDED_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "KVConnectorPromMetrics": ("observe",),
         "KVConnectorStats": ("aggregate", "data", "is_empty", "reduce", "reset"),
     },
-    "vllm.lora.worker_manager": {
-        "LRUCacheWorkerLoRAManager": ("_load_adapter", "add_adapter", "list_adapters"),
-    },
     "vllm.v1.core.kv_cache_utils": {"BlockHash": (), "maybe_convert_block_hash": ()},
     "vllm.v1.core.sched.output": {
         "CachedRequestData": (
@@ -172,6 +169,13 @@ NEEDED_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 After a change, `scripts/vllm_names.py` writes down anew which tested version has what.
 """
 
+LORA_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "vllm.lora.worker_manager": {
+        "LRUCacheWorkerLoRAManager": ("_load_adapter", "add_adapter", "list_adapters"),
+    },
+}
+"""The same for requests with a LoRA adapter; without these names they are not cached."""
+
 
 def check_engine() -> None:
     """Refuse a vLLM that lacks what the connector needs; warn of one it was not tested with.
@@ -181,11 +185,7 @@ def check_engine() -> None:
     """
     from vllm import __version__ as version
 
-    missing = [
-        f"{module}.{name}"
-        for module, classes in NEEDED_NAMES.items()
-        for name in _missing(module, classes)
-    ]
+    missing = missing_names(NEEDED_NAMES)
     tested = " and ".join(TESTED_VERSIONS)
     if missing:
         raise ConfigError(
@@ -198,6 +198,15 @@ def check_engine() -> None:
             tested,
             version,
         )
+
+
+def missing_names(names: Mapping[str, Mapping[str, tuple[str, ...]]]) -> list[str]:
+    """Return which of such names the installed vLLM lacks."""
+    return [
+        f"{module}.{name}"
+        for module, classes in names.items()
+        for name in _missing(module, classes)
+    ]
 
 
 def _missing(module_name: str, classes: Mapping[str, tuple[str, ...]]) -> list[str]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
+from tierstore_vllm.engine_names import LORA_NAMES, missing_names
 from tierstore_vllm.messages import Adapter, AdapterClaim, AdapterUse
 
 if TYPE_CHECKING:
@@ -74,6 +75,12 @@ class LoraWatch:
         if self._config.enable_tower_connector_lora:
             # vLLM keeps what an adapter made of a picture under the adapter's name alone.
             _logger.warning("requests of LoRA adapters are not cached: enable_tower_connector_lora")
+            return
+        missing = missing_names(LORA_NAMES)
+        if missing:
+            _logger.warning(
+                "requests of LoRA adapters are not cached: vLLM lacks %s", ", ".join(missing)
+            )
             return
         _wrap_manager()
         _watches.add(self)
