@@ -27,7 +27,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.request import LoRARequest
-from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
 from tierstore import Manifest
 from tierstore.config import load_config
@@ -348,7 +347,8 @@ TestEngine = Engine.TestCase
 TestEngine.pytestmark = [pytest.mark.vllm]
 
 
-def test_a_vllm_whose_lora_manager_is_unknown_caches_no_adapter_and_says_so(monkeypatch, caplog):
-    monkeypatch.delattr(LRUCacheWorkerLoRAManager, "_load_adapter")
+def test_a_vllm_without_the_lora_manager_caches_no_adapter_and_says_so(monkeypatch, caplog):
+    gone = {"vllm.lora.worker_manager": {"AnotherManager": ("load",)}}
+    monkeypatch.setattr("tierstore_vllm.lora_watch.LORA_NAMES", gone)
     LoraWatch(CONFIG, 0).open()
-    assert "LRUCacheWorkerLoRAManager._load_adapter" in caplog.text
+    assert "vllm.lora.worker_manager.AnotherManager" in caplog.text
