@@ -63,6 +63,8 @@ class ArcPolicy:
     def locate(self, keys: Sequence[OffloadKey]) -> list[int | None]:
         """Return the slot of each resident key, None for others."""
         first, second = self._t2.table, self._t1.table
+        if len(keys) > 1 and first.keys().isdisjoint(keys) and second.keys().isdisjoint(keys):
+            return [None] * len(keys)  # the chunks of a new prompt, mostly
         if keys and keys[0] in second:
             # The chunks of a request were mostly used together: one list has them all.
             first, second = second, first

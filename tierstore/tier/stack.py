@@ -174,15 +174,18 @@ class TierStack:
         and counted; chunks that are resident already are touched.
         """
         slots = self._locator.slots(keys)
-        absent = [i for i, slot in enumerate(slots) if slot is None]
-        if len(absent) < len(keys):
+        absent_count = slots.count(None)
+        if absent_count == len(keys):
+            wanted = dict(zip(keys, range(absent_count), strict=True))
+        else:
+            wanted = {keys[i]: i for i, slot in enumerate(slots) if slot is None}
             resident = [key for key, slot in zip(keys, slots, strict=True) if slot is not None]
             self._touch_resident(list(dict.fromkeys(resident)))
-        wanted = {keys[i]: i for i in absent}
-        if len(wanted) < len(absent):  # a key came twice: its first place counts
+        if len(wanted) < absent_count:  # a key came twice: its first place counts
             wanted = {}
-            for i in absent:
-                wanted.setdefault(keys[i], i)
+            for i, slot in enumerate(slots):
+                if slot is None:
+                    wanted.setdefault(keys[i], i)
         if self._locator.is_any_busy(wanted):
             wanted = {key: i for key, i in wanted.items() if not self._locator.is_busy(key)}
         chosen, indices = list(wanted), tuple(wanted.values())
