@@ -39,12 +39,14 @@ def run_preloaded(
         target=_run, args=(script, list(arguments), dict(environment), log, folder)
     )
     process.start()
-    process.join(timeout_seconds)
-    if process.exitcode is None:
-        process.kill()
+    try:
+        process.join(timeout_seconds)
+        if process.exitcode is None:
+            raise TimeoutError(f"{script.name} did not end in {timeout_seconds} seconds")
+        return process.exitcode
+    finally:
+        process.kill()  # of one that has ended, nothing
         process.join()
-        raise TimeoutError(f"{script.name} did not end in {timeout_seconds} seconds")
-    return process.exitcode
 
 
 @cache
