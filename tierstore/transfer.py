@@ -163,7 +163,7 @@ class TransferDone:
 
     `failed` indexes the command's chunks: the slots of an offload, the keys of a demote, the
     concatenated keys of a load's promotes. A load that could not reach the GPU at all
-    has `ok` False even if `failed` is empty.
+    has `ok` False even if `failed` is empty; index 0 of one without promotes only says why.
 
     Each command has one answer, with one exception: chunks of a load that are reported as
     `DEADLINE` are still being read, so their slots stay reserved. When the last of them has

@@ -309,7 +309,8 @@ def _failure(command: Command, reason: FailureReason) -> TransferDone:
         case Demote():
             chunk_count = len(command.keys)
         case Load():
-            chunk_count = sum(len(promote.keys) for promote in command.promotes)
+            # One without promotes has no chunk that could be lost: the first stands for the load.
+            chunk_count = max(1, sum(len(promote.keys) for promote in command.promotes))
         case Release():
             chunk_count = 0
     failed = dict.fromkeys(range(chunk_count), reason)
