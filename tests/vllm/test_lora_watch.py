@@ -15,9 +15,12 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.request import LoRARequest
 
+from tierstore.config import load_config
+from tierstore.transfer import FailureReason, JobId, Load, StepPlan
 from tierstore_vllm.lora import AdaptedHashes
 from tierstore_vllm.lora_watch import ADAPTER_COUNT_MAX, LoraWatch, digest_adapter, file_states
-from tierstore_vllm.messages import Adapter, AdapterClaim, AdapterUse
+from tierstore_vllm.messages import Adapter, AdapterClaim, AdapterUse, StepMetadata
+from tierstore_vllm.worker import WorkerHalf
 
 pytestmark = pytest.mark.vllm
 
@@ -77,8 +80,16 @@ def test_an_adapter_with_a_part_of_an_unknown_kind_is_not_cached_and_named(
     watch = LoraWatch(CONFIG, 0)
     watch.on_load(SimpleNamespace(), LoRARequest("a", 1, "p"), make_model(lora_a=object()), None)
     watch.on_use(LoRARequest("a", 1, "p"))
-    assert watch.take() == []
+    assert watch.take() == [AdapterUse(0, Adapter("a", "p"), b"")]
     assert "name=a" in caplog.text
+    watch.tell_all()
+    assert watch.take() == [AdapterUse(0, Adapter("a", "p"), b"")]
+
+
+def test_adapters_that_vllm_warms_up_with_are_not_told() -> None:
+    watch = LoraWatch(CONFIG, 0)
+    watch.on_use(LoRARequest("warmup_1", 1, "/not/a/real/path"))
+    assert watch.take() == []
 
 
 def test_only_changes_are_told() -> None:
@@ -145,3 +156,16 @@ def test_hashes_of_an_adapter_are_a_live_view() -> None:
     hashes.append(b"4")
     assert list(adapted) == [b"1d", b"2d", b"3d", b"4d"]
     assert len(adapted) == len(hashes)
+
+
+def test_a_refused_load_says_why_though_all_its_chunks_are_in_memory() -> None:
+    engine: Any = SimpleNamespace(max_concurrent_batches=1)
+    half = WorkerHalf(engine, engine, load_config({"primary": {"capacity": "1MiB"}}))
+    load = Load(job_id=JobId(1), parts=())
+    claim = AdapterClaim(Adapter("a", "p"), 1, {0: b"other"})
+    plan = StepPlan(commands=(load,))
+    half.start_transfers(StepMetadata(plan, {JobId(1): "r"}, claims={JobId(1): claim}))
+    report = half.take_report()
+    assert report is not None
+    assert set(report.answers[JobId(1)].failed.values()) == {FailureReason.OUTDATED}
+    assert half.take_results().failed_recving == {"r"}

@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 from tierstore import Manifest
 from tierstore.config import load_config
 from tierstore_vllm.layout import EngineShape
-from tierstore_vllm.lora import ASK_COUNT_MAX
+from tierstore_vllm.lora import ASK_COUNT_MAX, AdapterRequests
 from tierstore_vllm.messages import Adapter, AdapterUse, WorkerReport
 from tierstore_vllm.scheduler import SchedulerHalf
 
@@ -125,3 +125,38 @@ def test_a_request_that_loads_its_adapter_in_place_stays_unknown(half) -> None:
     request = Adapted("r", load_inplace=True)
     half.on_new_request(request)
     assert not is_known(half, request)
+
+
+def test_an_adapter_that_a_rank_cannot_tell_is_unknown_until_a_reset(half) -> None:
+    first, then, after = (Adapted(name) for name in ("first", "then", "after"))
+    tell(half, b"")
+    half.on_new_request(first)
+    assert half.get_num_new_matched_tokens(first, 0) == (0, False)
+    assert not is_known(half, first)
+    tell(half, b"1" * 16)  # vLLM's own cache still has what the unknown weights computed
+    half.on_new_request(then)
+    assert not is_known(half, then)
+    half.reset_cache()
+    tell(half, b"1" * 16)
+    half.on_new_request(after)
+    assert is_known(half, after)
+
+
+def test_an_adapter_that_a_rank_cannot_tell_any_more_stays_unknown_after_a_reset(half) -> None:
+    tell(half, b"1" * 16)
+    half.reset_cache()
+    tell(half, b"")
+    request = Adapted("r")
+    half.on_new_request(request)
+    assert not is_known(half, request)
+
+
+def test_an_adapter_that_goes_on_changing_costs_others_their_offloads_only_once() -> None:
+    adapters = AdapterRequests(rank_count=1)
+    uses = [AdapterUse(0, Adapter("a", "p"), bytes([number]) * 16) for number in range(3)]
+    assert [adapters.learn([use]) for use in uses] == [set(), {Adapter("a", "p")}, set()]
+
+
+def test_a_claim_of_an_adapter_that_a_reset_has_forgotten_names_no_weights() -> None:
+    adapters = AdapterRequests(rank_count=1)
+    assert adapters.claim(Adapted("r").lora_request).digests == {}

@@ -66,8 +66,8 @@ class _Weights:
 
     digests: dict[int, bytes] = field(default_factory=dict)
     """By rank, the last that it told."""
-    has_changed: bool = False
-    """Since the cache was empty."""
+    is_in_doubt: bool = False
+    """They have changed since the cache was empty, or a rank cannot tell what they are."""
 
 
 class AdapterRequests:
@@ -90,7 +90,7 @@ class AdapterRequests:
         if request.lora_request.load_inplace:
             return None  # its weights are read anew when it is computed
         weights = self._weights.get(adapter_of(request.lora_request), _Weights())
-        if weights.has_changed:
+        if weights.is_in_doubt:
             return None
         if len(weights.digests) < self._rank_count:
             self._ask_counts.setdefault(request.request_id, 0)
@@ -112,23 +112,24 @@ class AdapterRequests:
         return count < ASK_COUNT_MAX
 
     def learn(self, uses: Iterable[AdapterUse]) -> set[Adapter]:
-        """Take what ranks tell; return the adapters whose weights have changed."""
-        changed: set[Adapter] = set()
+        """Take what ranks tell; return the adapters whose weights are in doubt from now on."""
+        doubtful: set[Adapter] = set()
         for use in uses:
             weights = self._weights.setdefault(use.adapter, _Weights())
-            if weights.digests.get(use.rank, use.digest) != use.digest:
-                changed.add(use.adapter)
+            is_known = use.digest and weights.digests.get(use.rank, use.digest) == use.digest
             weights.digests[use.rank] = use.digest
-        for adapter in changed:
-            if not self._weights[adapter].has_changed:
-                self._weights[adapter].has_changed = True
-                _logger.warning(
-                    "requests of a LoRA adapter are not cached until the cache is reset, since its "
-                    "weights changed under the same name and path: name=%s path=%s",
-                    adapter.name,
-                    adapter.path,
-                )
-        return changed
+            if is_known or weights.is_in_doubt:
+                continue
+            weights.is_in_doubt = True
+            doubtful.add(use.adapter)
+            _logger.warning(
+                "requests of a LoRA adapter are not cached until the cache is reset, since its "
+                "weights %s: name=%s path=%s",
+                "changed under the same name and path" if use.digest else "are not known",
+                use.adapter.name,
+                use.adapter.path,
+            )
+        return doubtful
 
     def waiting(self) -> list[str]:
         """Return the requests whose adapter was not known when they were last looked at."""
@@ -155,8 +156,8 @@ class AdapterRequests:
     def claim(self, lora_request: "LoRARequest") -> AdapterClaim:
         """Say which weights computed the chunks of a request that may be cached."""
         adapter = adapter_of(lora_request)
-        digests = dict(self._weights[adapter].digests)
-        return AdapterClaim(adapter, lora_request.lora_int_id, digests)
+        weights = self._weights.get(adapter, _Weights())  # after a reset no rank grants it
+        return AdapterClaim(adapter, lora_request.lora_int_id, dict(weights.digests))
 
     def block_hash(self, chunk_hash: bytes) -> bytes:
         """Return vLLM's own part of what names a chunk."""

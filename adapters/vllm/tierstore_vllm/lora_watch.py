@@ -97,9 +97,7 @@ class LoraWatch:
     def tell_all(self) -> None:
         """Tell of every adapter again: what was told was forgotten."""
         self._uses += [
-            AdapterUse(self._rank, adapter, digest)
-            for adapter, (_, digest) in self._told.items()
-            if digest != _UNKNOWN
+            AdapterUse(self._rank, adapter, digest) for adapter, (_, digest) in self._told.items()
         ]
 
     def holds(self, claim: AdapterClaim) -> bool:
@@ -150,16 +148,17 @@ class LoraWatch:
 
     def on_use(self, request: "LoRARequest") -> None:
         """Take note that requests of this adapter are computed from now on."""
+        adapter = _adapter_of(request)
         loaded = self._loaded.get(request.lora_int_id)
-        digest = _UNKNOWN if loaded is None else loaded.digest
-        self._tell(_adapter_of(request), request.lora_int_id, digest)
+        if loaded is not None:
+            self._tell(adapter, request.lora_int_id, loaded.digest)
+        elif adapter in self._told:  # not one of those that vLLM warms up with
+            self._tell(adapter, request.lora_int_id, _UNKNOWN)
 
     def _tell(self, adapter: Adapter, lora_int_id: int, digest: bytes) -> None:
-        _, told = self._told.get(adapter, (0, _UNKNOWN))
-        if told == digest and told == _UNKNOWN:
-            return
         if adapter not in self._told and len(self._told) == ADAPTER_COUNT_MAX:
             return
+        _, told = self._told.get(adapter, (0, None))
         self._told[adapter] = lora_int_id, digest
         if told != digest:
             self._uses.append(AdapterUse(self._rank, adapter, digest))

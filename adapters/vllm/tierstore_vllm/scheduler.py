@@ -288,11 +288,11 @@ class SchedulerHalf:
             self._give_up("a worker moves no bytes any more")
 
     def _learn(self, uses: Sequence[AdapterUse]) -> None:
-        changed = self._adapters.learn(uses)
-        if changed:
+        doubtful = self._adapters.learn(uses)
+        if doubtful:
             self._planner.drop_offloads()
             for request_id, request in self._requests.items():
-                if request.lora_request and adapter_of(request.lora_request) in changed:
+                if request.lora_request and adapter_of(request.lora_request) in doubtful:
                     self._planner.finish_request(request_id)
         for request_id in self._adapters.waiting():
             request = self._requests[request_id]
