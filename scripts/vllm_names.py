@@ -24,7 +24,10 @@ ROOT = Path(__file__).resolve().parent.parent
 ADAPTER = ROOT / "adapters" / "vllm" / "tierstore_vllm"
 TABLES = ROOT / "tests" / "vllm" / "names"
 
-_NAMES = {**NEEDED_NAMES, **LORA_NAMES}
+_NAMES = {
+    module: {**NEEDED_NAMES.get(module, {}), **LORA_NAMES.get(module, {})}
+    for module in (*NEEDED_NAMES, *LORA_NAMES)
+}
 _DERIVED_FROM = "vllm.distributed.kv_transfer."
 _UNCHECKED = {"original_max_model_len"}
 """Used, but set while an object is made, so that its class does not show it."""

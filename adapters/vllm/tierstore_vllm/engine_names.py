@@ -21,14 +21,6 @@ NEEDED_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "AttentionConfig": ("indexer_kv_dtype",),
         "CacheConfig": ("cache_dtype", "prefix_caching_hash_algo"),
         "KVTransferConfig": ("kv_connector_extra_config",),
-        "LoRAConfig": (
-            "enable_mixed_moe_lora_format",
-            "enable_moe_shared_loras",
-            "enable_tower_connector_lora",
-            "fully_sharded_loras",
-            "lora_dtype",
-            "target_modules",
-        ),
         "LoadConfig": ("load_format",),
         "ModelConfig": (
             "code_revision",
@@ -170,6 +162,25 @@ After a change, `scripts/vllm_names.py` writes down anew which tested version ha
 """
 
 LORA_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "vllm.config": {
+        "LoRAConfig": (
+            "enable_mixed_moe_lora_format",
+            "enable_moe_shared_loras",
+            "enable_tower_connector_lora",
+            "fully_sharded_loras",
+            "lora_dtype",
+            "target_modules",
+        ),
+    },
+    "vllm.lora.request": {
+        "LoRARequest": (
+            "is_3d_lora_weight",
+            "load_inplace",
+            "lora_int_id",
+            "lora_name",
+            "lora_path",
+        ),
+    },
     "vllm.lora.worker_manager": {
         "LRUCacheWorkerLoRAManager": ("_load_adapter", "add_adapter", "list_adapters"),
     },

@@ -87,8 +87,8 @@ class AdapterRequests:
         if request.lora_request is None:
             block_hashes: Sequence[bytes] = request.block_hashes
             return block_hashes
-        if request.lora_request.load_inplace:
-            return None  # its weights are read anew when it is computed
+        if getattr(request.lora_request, "load_inplace", True):
+            return None  # its weights are read anew when it is computed, or vLLM cannot say
         weights = self._weights.get(adapter_of(request.lora_request), _Weights())
         if weights.is_in_doubt:
             return None
