@@ -98,16 +98,22 @@ class PrimaryMachine(RuleBasedStateMachine):
         for key in keys:
             self.pins[key] = self.pins.get(key, 0) + 1
 
-    @rule(data=st.data())
-    def unpin(self, data):
+    @rule(data=st.data(), call=st.sampled_from(["unpin", "release"]))
+    def unpin_or_release(self, data, call):
         keys = data.draw(st.lists(st.sampled_from([*sorted(self.pins), b"absent"]), max_size=5))
+        end = getattr(self.tier, call)
         if any(keys.count(key) > self.pins.get(key, 0) for key in keys):
-            self.refused(lambda: self.tier.unpin(keys))
+            self.refused(lambda: end(keys))
             return
-        self.tier.unpin(keys)
+        before = self.tier.coldest(len(self.resident))
+        end(keys)
         for key in keys:
             self.pins[key] -= 1
         self.pins = {key: count for key, count in self.pins.items() if count}
+        if call == "unpin":
+            assert self.tier.coldest(len(self.resident)) == before
+        else:
+            self.expect_used(keys)
 
     @rule(data=st.data())
     def touch(self, data):
@@ -116,7 +122,10 @@ class PrimaryMachine(RuleBasedStateMachine):
             self.refused(lambda: self.tier.touch(keys))
             return
         self.tier.touch(keys)
-        if self.eviction == "lru" and keys and not self.pins:
+        self.expect_used(keys)
+
+    def expect_used(self, keys):
+        if self.eviction == "lru" and keys:
             last_uses = list(dict.fromkeys(reversed(keys)))[::-1]
             assert self.tier.coldest(len(self.resident))[-len(last_uses) :] == last_uses
 

@@ -36,7 +36,7 @@ first request is computed.
 
 _DIGEST_BYTES = 16
 _DIGEST_COUNT_MAX = 8192
-"""Digests that are recognised behind a block hash; of older ones no event can be published."""
+"""Digests that are recognised behind a block hash; events of older ones carry the digest too."""
 
 
 class AdaptedHashes(Sequence[bytes]):
