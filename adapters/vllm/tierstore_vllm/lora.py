@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.request import Request
 
-__all__ = ["ASK_COUNT_MAX", "AdaptedHashes", "AdapterRequests", "adapter_of"]
+__all__ = ["ASK_COUNT_MAX", "AdaptedHashes", "AdapterRequests"]
 
 _logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class AdapterRequests:
             return block_hashes
         if getattr(request.lora_request, "load_inplace", True):
             return None  # its weights are read anew when it is computed, or vLLM cannot say
-        weights = self._weights.get(adapter_of(request.lora_request), _Weights())
+        weights = self._weights.get(Adapter.of(request.lora_request), _Weights())
         if weights.is_in_doubt:
             return None
         if len(weights.digests) < self._rank_count:
@@ -155,7 +155,7 @@ class AdapterRequests:
 
     def claim(self, lora_request: "LoRARequest") -> AdapterClaim:
         """Say which weights computed the chunks of a request that may be cached."""
-        adapter = adapter_of(lora_request)
+        adapter = Adapter.of(lora_request)
         weights = self._weights.get(adapter, _Weights())  # after a reset no rank grants it
         return AdapterClaim(adapter, lora_request.lora_int_id, dict(weights.digests))
 
@@ -163,8 +163,3 @@ class AdapterRequests:
         """Return vLLM's own part of what names a chunk."""
         digest = chunk_hash[-_DIGEST_BYTES:]
         return chunk_hash.removesuffix(digest) if digest in self._digests else chunk_hash
-
-
-def adapter_of(lora_request: "LoRARequest") -> Adapter:
-    """Return what vLLM's block hashes know of a request's adapter."""
-    return Adapter(lora_request.lora_name, lora_request.lora_path)

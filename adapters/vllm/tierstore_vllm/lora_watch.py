@@ -126,7 +126,7 @@ class LoraWatch:
         files: _FileStates | None,
     ) -> None:
         """Take note that `model` was read for `request`, from files that were `files` before."""
-        adapter = _adapter_of(request)
+        adapter = Adapter.of(request)
         digest = _UNKNOWN
         try:
             digest = digest_adapter(request, model, self._config)
@@ -148,7 +148,7 @@ class LoraWatch:
 
     def on_use(self, request: "LoRARequest") -> None:
         """Take note that requests of this adapter are computed from now on."""
-        adapter = _adapter_of(request)
+        adapter = Adapter.of(request)
         loaded = self._loaded.get(request.lora_int_id)
         if loaded is not None:
             self._tell(adapter, request.lora_int_id, loaded.digest)
@@ -206,10 +206,6 @@ def _feed(digest: "xxhash.xxh3_128", value: object) -> None:
             _feed(digest, vars(value))
         case _:
             raise TypeError(f"an adapter has an attribute of type {kind}")
-
-
-def _adapter_of(request: "LoRARequest") -> Adapter:
-    return Adapter(request.lora_name, request.lora_path)
 
 
 def file_states(path: str) -> _FileStates | None:

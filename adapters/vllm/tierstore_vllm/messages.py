@@ -21,6 +21,8 @@ from tierstore.manifest import Manifest
 from tierstore.transfer import FailureReason, JobId, StepPlan, TransferDone
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+
     from tierstore_vllm.worker import WorkerHalf
 
 __all__ = [
@@ -61,6 +63,11 @@ class Adapter:
 
     name: str
     path: str
+
+    @classmethod
+    def of(cls, lora_request: "LoRARequest") -> Self:
+        """Name the adapter of a request."""
+        return cls(lora_request.lora_name, lora_request.lora_path)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,8 @@ from tierstore.tier.stack import TierStack
 from tierstore.transfer import StepPlan
 from tierstore_vllm.events import EventSource
 from tierstore_vllm.layout import EngineShape
-from tierstore_vllm.lora import AdapterRequests, adapter_of
-from tierstore_vllm.messages import AdapterUse, RankTally, StepMetadata, WorkerReport
+from tierstore_vllm.lora import AdapterRequests
+from tierstore_vllm.messages import Adapter, AdapterUse, RankTally, StepMetadata, WorkerReport
 from tierstore_vllm.stats import StatsSource, TierStoreStats
 from tierstore_vllm.step import StepReader
 
@@ -292,7 +292,7 @@ class SchedulerHalf:
         if doubtful:
             self._planner.drop_offloads()
             for request_id, request in self._requests.items():
-                if request.lora_request and adapter_of(request.lora_request) in doubtful:
+                if request.lora_request and Adapter.of(request.lora_request) in doubtful:
                     self._planner.finish_request(request_id)
         for request_id in self._adapters.waiting():
             request = self._requests[request_id]
