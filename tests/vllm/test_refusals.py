@@ -180,6 +180,16 @@ def test_pages_are_not_guessed_from_a_known_shape():
         known.describe()
 
 
+def test_chunks_that_are_too_large_for_a_record_are_one_warning_and_no_hit(caplog):
+    page = attention(num_kv_heads=64, head_size=512)
+    memory = Memory({"layer.0": page, "layer.1": page}, "LBHNC")
+    worker, scheduler = start_connectors(memory, blocks_per_chunk=1024)
+    (warning,) = [r.getMessage() for r in caplog.records if r.name.startswith("tierstore")]
+    assert "caches nothing" in warning
+    assert "change blocks_per_chunk" in warning
+    run_without_cache(worker, scheduler)
+
+
 def test_an_engine_with_one_group_that_cannot_be_cached_moves_nothing(tmp_path: Path):
     """Without prefix caching the states of qwen3_next are not restorable, its attention is."""
     from engine import Round, run_engine
@@ -201,17 +211,18 @@ def test_an_engine_with_one_group_that_cannot_be_cached_moves_nothing(tmp_path: 
     assert not (tmp_path / "tier").exists()
 
 
-def start_connectors(memory: Memory) -> tuple[TierStoreConnector, TierStoreConnector]:
+def start_connectors(
+    memory: Memory, **offload: int
+) -> tuple[TierStoreConnector, TierStoreConnector]:
     """Do what an engine does before the first request."""
     config = memory.vllm_config
+    store = {"version": 1, "primary": {"capacity": "64MiB"}, "offload": offload}
     config.kv_transfer_config = KVTransferConfig(
         kv_connector="TierStoreConnector",
         kv_connector_module_path="tierstore_vllm",
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
-        kv_connector_extra_config={
-            "tierstore.config": {"version": 1, "primary": {"capacity": "64MiB"}}
-        },
+        kv_connector_extra_config={"tierstore.config": store},
     )
     config.parallel_config.rank = 0
     config.parallel_config.world_size = 1

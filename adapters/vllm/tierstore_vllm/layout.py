@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tierstore.config import StoreConfig
-from tierstore.errors import ConfigError, LayoutError, TierStoreError
+from tierstore.errors import ConfigError, LayoutError, ManifestError
 from tierstore.layout import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -111,8 +111,10 @@ def describe_worker(
     """
     try:
         return _describe(vllm_config, kv_cache_config, config, kv_caches)
-    except TierStoreError:
+    except (ConfigError, LayoutError):
         raise
+    except ManifestError as error:
+        raise LayoutError(str(error)) from error
     except Exception as error:  # whatever vLLM's objects raise when they are not as expected
         raise LayoutError(
             f"the KV caches are not as vLLM 0.32 and 0.33 describe them: {error!r}"
