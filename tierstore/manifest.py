@@ -70,9 +70,12 @@ class Manifest:
             value = getattr(self, field.name)
             if field.type is str and not isinstance(value, str):
                 raise ManifestError(f"{field.name}: expected a string, got {value!r}")
+        if not isinstance(self.extra, tuple) or not all(map(_is_fact, self.extra)):
+            raise ManifestError(f"extra: expected pairs of strings, got {self.extra!r}")
         if not self.groups:
             raise ManifestError("groups: expected at least one group")
         for group_idx, group in enumerate(self.groups):
+            _check_group(f"groups[{group_idx}]", group)
             sizes = (self.blocks_per_chunk, *group.page_bytes)
             if not all(type(size) is int and size > 0 for size in sizes):
                 raise ManifestError(
@@ -192,6 +195,30 @@ class Manifest:
         ours = _flat(json.loads(self.canonical_json))
         names = sorted(name for name in ours | theirs if ours.get(name) != theirs.get(name))
         return {name: (theirs.get(name), ours.get(name)) for name in names}
+
+
+def _is_fact(pair: object) -> bool:
+    return (
+        isinstance(pair, tuple)
+        and len(pair) == 2  # noqa: PLR2004 - a name and a value
+        and all(isinstance(part, str) for part in pair)
+    )
+
+
+def _check_group(where: str, group: GroupManifest) -> None:
+    """Refuse what the types of a group's fields forbid: callers of the full form may err."""
+    names, tokens, window = group.layer_names, group.tokens_per_block, group.window_tokens
+    if not isinstance(group.kind, GroupKind):
+        raise ManifestError(f"{where}.kind: expected a GroupKind, got {group.kind!r}")
+    if type(tokens) is not int or tokens <= 0:
+        raise ManifestError(f"{where}.tokens_per_block: expected a positive int, got {tokens!r}")
+    if type(window) is not int or window < 0:
+        raise ManifestError(f"{where}.window_tokens: expected an int from 0 up, got {window!r}")
+    if len(names) != len(group.page_bytes) or not all(isinstance(name, str) for name in names):
+        raise ManifestError(
+            f"{where}.layer_names: expected a name per page, got {names!r} and page_bytes "
+            f"{group.page_bytes!r}"
+        )
 
 
 def namespace_of(canonical_json: bytes) -> Namespace:

@@ -1,5 +1,7 @@
 """Wrong input to every public name: an error that names what is wrong, and nothing is changed."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from store_kit import Chunks, config_of
@@ -14,6 +16,7 @@ from tierstore import (
     make_offload_keys,
 )
 from tierstore.errors import CatalogError, ConfigError, ManifestError
+from tierstore.layout import GroupKind
 
 CHUNKS = Chunks(4096)
 NAMESPACE = CHUNKS.manifest.namespace
@@ -186,6 +189,31 @@ def test_a_manifest_takes_the_integers_of_numpy_as_they_are_meant():
 def test_a_manifest_of_a_model_without_name_is_refused(model):
     with pytest.raises(ManifestError, match="model: expected a string"):
         Manifest.simple(model, 4096)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kind": "full"}, r"groups\[0\].kind: expected a GroupKind"),
+        ({"tokens_per_block": 0}, r"groups\[0\].tokens_per_block: expected a positive int"),
+        ({"tokens_per_block": "16"}, r"groups\[0\].tokens_per_block: expected a positive int"),
+        ({"kind": GroupKind.SLIDING_WINDOW, "window_tokens": -1}, r"groups\[0\].window_tokens"),
+        ({"window_tokens": None}, r"groups\[0\].window_tokens"),
+        ({"layer_names": ("a", "b")}, r"groups\[0\].layer_names: expected a name per page"),
+        ({"layer_names": (1,)}, r"groups\[0\].layer_names: expected a name per page"),
+    ],
+    ids=str,
+)
+def test_a_group_that_cannot_be_is_refused(changes, words):
+    group = dataclasses.replace(CHUNKS.manifest.groups[0], **changes)
+    with pytest.raises(ManifestError, match=words):
+        dataclasses.replace(CHUNKS.manifest, groups=(group,))
+
+
+@pytest.mark.parametrize("extra", [(("name", b"value"),), (("name",),), ("name",), {"a": 1}])
+def test_a_further_fact_that_is_no_pair_of_strings_is_refused(extra):
+    with pytest.raises(ManifestError, match="extra: expected"):
+        dataclasses.replace(CHUNKS.manifest, extra=extra)
 
 
 @pytest.mark.parametrize("manifest", [None, "model", CHUNKS.manifest.canonical_json])
