@@ -17,6 +17,8 @@ from tierstore.transfer import FailureReason
 
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    ROOT / "BENCHMARKS.md",
+    ROOT / "adapters" / "vllm" / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 
