@@ -15,6 +15,7 @@ from tierstore.tier.reservation import ChunkState
 
 HASH_TOKENS = 2
 NAMESPACE = Namespace(b"n" * 8)
+ALIGNMENTS = st.sampled_from([1, 1, 6, 16, 20])
 
 
 @st.composite
@@ -69,7 +70,8 @@ def test_the_hit_is_the_longest_length_at_which_no_position_is_missing(data, spe
     blocks = math.lcm(*(spec.tokens_per_block for spec in specs))
     local = blocks * data.draw(st.integers(0, token_count // blocks), label="local blocks")
     drafts = draft_groups_of(data, specs)
-    configs = build_group_configs(specs, NAMESPACE, HASH_TOKENS, draft_groups=drafts)
+    asked = data.draw(ALIGNMENTS, label="alignment of the engine")
+    configs = build_group_configs(specs, NAMESPACE, HASH_TOKENS, asked, drafts)
     stack = ReferenceStack()
     state_of = {}
     gap = data.draw(st.sampled_from([0, 1, 6]), label="gaps in ten")
@@ -94,7 +96,7 @@ def test_the_hit_is_the_longest_length_at_which_no_position_is_missing(data, spe
             )
         )
 
-    alignment = math.lcm(*(spec.tokens_per_chunk for spec in specs))
+    alignment = math.lcm(asked, *(spec.tokens_per_chunk for spec in specs))
     candidates = [n for n in range(local + 1, token_count) if n % alignment == 0]
     ready = max((n for n in candidates if holds(n, ChunkState.RECORDED)), default=0)
     hoped = max((n for n in candidates if holds(n, ChunkState.ARRIVING)), default=0)
@@ -108,13 +110,14 @@ def test_the_hit_is_the_longest_length_at_which_no_position_is_missing(data, spe
 @given(data=st.data(), specs=group_specs(), end=st.integers(1, 200))
 def test_a_chunk_is_useful_exactly_if_some_aligned_hit_needs_it(data, specs, end):
     drafts = draft_groups_of(data, specs)
-    for config in build_group_configs(specs, NAMESPACE, HASH_TOKENS, draft_groups=drafts):
+    asked = data.draw(ALIGNMENTS, label="alignment of the engine")
+    for config in build_group_configs(specs, NAMESPACE, HASH_TOKENS, asked, drafts):
         spec = config.spec
         if spec.kind is GroupKind.STATE:
             continue
         end_tokens = end * spec.tokens_per_chunk
         start = end_tokens - spec.tokens_per_chunk
-        alignment = config.alignment_tokens
+        alignment = math.lcm(asked, *(spec.tokens_per_chunk for spec in specs))
         lengths = range(alignment, end_tokens + 40 * alignment, alignment)
         needed = any(
             start <= token < end_tokens
