@@ -336,6 +336,11 @@ def test_groups_that_overlay_each_other_share_their_regions():
     assert len(layout.caches.tensors) == 3
 
 
+def test_tokens_that_vllm_retains_behind_a_window_belong_to_it():
+    layout = Memory(layers(2, window(extra_retained_tokens=5)), "LBHNC").describe()
+    assert [group.window_tokens for group in layout.manifest.groups] == [63 + 5]
+
+
 def test_a_layer_that_shares_anothers_pages_is_kept_once():
     memory = Memory(full(), "LBHNC")
     before = memory.describe().manifest
