@@ -1,5 +1,6 @@
 """What a rank says of its adapters: all that decides their work counts, and nothing else."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,8 @@ from vllm.lora.request import LoRARequest
 
 from tierstore.config import load_config
 from tierstore.transfer import FailureReason, JobId, Load, StepPlan
+from tierstore_vllm import lora_watch
+from tierstore_vllm.engine_names import LORA_NAMES
 from tierstore_vllm.lora import AdaptedHashes
 from tierstore_vllm.lora_watch import ADAPTER_COUNT_MAX, LoraWatch, digest_adapter, file_states
 from tierstore_vllm.messages import Adapter, AdapterClaim, AdapterUse, StepMetadata
@@ -90,6 +93,33 @@ def test_adapters_that_vllm_warms_up_with_are_not_told() -> None:
     watch = LoraWatch(CONFIG, 0)
     watch.on_use(LoRARequest("warmup_1", 1, "/not/a/real/path"))
     assert watch.take() == []
+
+
+@pytest.mark.parametrize(
+    ("towers", "names", "said"),
+    [
+        (True, LORA_NAMES, "enable_tower_connector_lora"),
+        (False, {"vllm.lora.worker_manager": {"Gone": ("load",)}}, "vLLM lacks .*manager.Gone"),
+        (False, LORA_NAMES, ""),
+    ],
+)
+def test_where_adapters_cannot_be_watched_they_are_not_cached_and_the_log_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    towers: bool,  # noqa: FBT001 - a setting of vLLM
+    names: Any,
+    said: str,
+) -> None:
+    monkeypatch.setattr(lora_watch, "LORA_NAMES", names)
+    config = SimpleNamespace(**(vars(CONFIG) | {"enable_tower_connector_lora": towers}))
+    manager: Any = SimpleNamespace(lora_config=config)
+    watch = LoraWatch(config, 0)
+    watch.open()
+    assert list(lora_watch._watches_of(manager)) == ([] if said else [watch])
+    assert re.search(said, caplog.text)
+    assert bool(caplog.text) == bool(said)
+    watch.close()
+    assert list(lora_watch._watches_of(manager)) == []
 
 
 def test_only_changes_are_told() -> None:

@@ -345,10 +345,3 @@ class Engine(RuleBasedStateMachine):
 Engine.TestCase.settings = settings(max_examples=100, stateful_step_count=20, deadline=None)
 TestEngine = Engine.TestCase
 TestEngine.pytestmark = [pytest.mark.vllm]
-
-
-def test_a_vllm_without_the_lora_manager_caches_no_adapter_and_says_so(monkeypatch, caplog):
-    gone = {"vllm.lora.worker_manager": {"AnotherManager": ("load",)}}
-    monkeypatch.setattr("tierstore_vllm.lora_watch.LORA_NAMES", gone)
-    LoraWatch(CONFIG, 0).open()
-    assert "vllm.lora.worker_manager.AnotherManager" in caplog.text
