@@ -22,6 +22,7 @@ from typing import Any
 from preloaded import run_preloaded
 
 __all__ = [
+    "ENGINE_SETTINGS",
     "Answer",
     "EngineJob",
     "EngineResult",
@@ -31,6 +32,16 @@ __all__ = [
     "read_metrics",
     "run_engine",
 ]
+
+ENGINE_SETTINGS = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    # Two threads that wait for each other by spinning crawl beside anything else on two cores.
+    "OMP_NUM_THREADS": "1",
+}
+"""The environment in which the tests run engines."""
 
 _VLLM_METRICS = ("vllm:num_preemptions", "vllm:prompt_tokens_cached_by_source")
 _QUIET_ANSWERS = 40
@@ -108,7 +119,7 @@ class EngineResult:
     log: str
 
 
-def run_engine(job: EngineJob, folder: Path, *, timeout_seconds: float = 240) -> EngineResult:
+def run_engine(job: EngineJob, folder: Path, *, timeout_seconds: float = 600) -> EngineResult:
     """Run a job in a fresh process; raise with the end of its log if it fails."""
     folder.mkdir(parents=True, exist_ok=True)
     number = len(list(folder.glob("job-*.json")))
@@ -149,16 +160,14 @@ def run_engine(job: EngineJob, folder: Path, *, timeout_seconds: float = 240) ->
 def engine_environment(*, separate_process: bool) -> dict[str, str]:
     """Return the environment of a process that runs an engine."""
     paths = [_REPOSITORY, _REPOSITORY / "adapters" / "vllm", Path(__file__).parent]
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")]),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if separate_process else "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        # Two threads that wait for each other by spinning crawl beside anything else on two cores.
-        "OMP_NUM_THREADS": "1",
-    }
+    return (
+        os.environ
+        | ENGINE_SETTINGS
+        | {
+            "PYTHONPATH": os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")]),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if separate_process else "0",
+        }
+    )
 
 
 def _run(job: dict[str, Any]) -> dict[str, Any]:
@@ -267,7 +276,7 @@ def _terminate(llm: Any) -> None:
         os.kill(process.pid, signal.SIGTERM)
     left = {process.sentinel for process in processes}
     while left:
-        ended = wait(left, timeout=60)
+        ended = wait(left, timeout=180)
         if not ended:
             raise RuntimeError("the engine's process goes on after SIGTERM")
         left.difference_update(ended)
@@ -294,7 +303,7 @@ def _abort(llm: Any, inputs: list[Any], sampling: Any) -> Counter[str]:
 
 
 def _wait_for(file: Path) -> None:
-    for _ in range(2400):
+    for _ in range(12000):
         if file.exists():
             return
         time.sleep(0.05)
