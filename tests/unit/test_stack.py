@@ -1,4 +1,5 @@
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
@@ -29,11 +30,22 @@ class Tiers:
     stack: TierStack
     loop: PlaneLoop
     residency: ResidencyLog
+    counters: Counters
 
     def store(self, *numbers):
         """Store chunks, and let them be written."""
-        self.stack.finish_offload(self.stack.reserve_offload(0, keys(*numbers)))
+        self.keep(*numbers)
         self.loop.flush()
+
+    def keep(self, *numbers):
+        """Store chunks in memory; what goes down from there the tiers' rules say."""
+        self.stack.finish_offload(self.stack.reserve_offload(0, keys(*numbers)))
+
+    def recorded(self, tier_idx, *numbers):
+        """Return which of the chunks a tier has, once all that was begun has ended."""
+        assert self.loop.settle(lambda: not self.stack.has_work(), 60)
+        places = self.stack.secondaries[tier_idx].locate(keys(*numbers))
+        return [n for n, place in zip(numbers, places, strict=True) if place is not None]
 
     def locate(self, *numbers):
         return self.stack.locate(keys(*numbers))
@@ -49,20 +61,31 @@ class Tiers:
         assert self.stack.check() == []
 
 
-@pytest.fixture
-def tiers(tmp_path) -> Iterator[Tiers]:
-    disk = {"name": "disk", "backend": "file", "path": str(tmp_path / "tier"), "capacity": "16MiB"}
+@contextmanager
+def opened(tmp_path, *disks) -> Iterator[Tiers]:
+    """Open memory of four slots over disks with further keys each."""
     primary = {"capacity": f"{SLOT_COUNT * PAGE_BYTES}B", "eviction": "lru"}
-    config = load_config({"version": 1, "primary": primary, "secondary": [disk]})
+    secondary = [
+        {"name": f"disk{i}", "backend": "file", "path": str(tmp_path / str(i)), "capacity": "16MiB"}
+        | disk
+        for i, disk in enumerate(disks)
+    ]
+    config = load_config({"version": 1, "primary": primary, "secondary": secondary})
     counters = Counters()
     residency = ResidencyLog()
     stack = TierStack.open(config, MANIFEST, rank_count=1, counters=counters, residency=residency)
     executor = TransferExecutor.open(
         config, MANIFEST, rank=0, rank_count=1, caches=None, counters=counters
     )
-    yield Tiers(stack, PlaneLoop(stack, executor, MonotonicClock()), residency)
+    yield Tiers(stack, PlaneLoop(stack, executor, MonotonicClock()), residency, counters)
     executor.close()
     stack.close()
+
+
+@pytest.fixture
+def tiers(tmp_path) -> Iterator[Tiers]:
+    with opened(tmp_path, {}) as tiers:
+        yield tiers
 
 
 def test_a_chunk_that_was_loading_at_a_reset_is_gone_when_its_load_ends(tiers):
@@ -122,3 +145,55 @@ def test_a_load_without_room_for_all_groups_gives_back_what_it_had_reserved(tier
     tiers.stack.finish_load(load, TransferDone(job_id=load.job_id))
     assert tiers.locate(1, 2) == [RESIDENT, RESIDENT]
     tiers.assert_all_slots_can_be_had()
+
+
+@pytest.mark.parametrize(
+    ("cascade", "moment"),
+    [("write_through", "stored"), ("second_touch", "used again"), ("on_evict", "next to leave")],
+)
+def test_a_chunk_goes_down_when_the_rule_of_its_tier_says_so(tmp_path, cascade, moment):
+    with opened(tmp_path, {"cascade": cascade}) as tiers:
+        recorded = {}
+        tiers.keep(1)
+        recorded["stored"] = tiers.recorded(0, 1)
+        tiers.stack.touch(keys(1))
+        recorded["used again"] = tiers.recorded(0, 1)
+        tiers.keep(2, 3, 4)
+        recorded["next to leave"] = tiers.recorded(0, 1)
+        moments = list(recorded)
+        assert recorded == {m: [1] * (moments.index(m) >= moments.index(moment)) for m in moments}
+
+
+def test_a_chunk_that_is_used_once_and_leaves_is_not_written_by_second_touch(tmp_path):
+    with opened(tmp_path, {"cascade": "second_touch"}) as tiers:
+        tiers.keep(1)
+        tiers.keep(2, 3, 4, 5)
+        assert tiers.recorded(0, 1) == []
+        tiers.keep(1)  # computed again: that is its second use
+        assert tiers.recorded(0, 1) == [1]
+
+
+def test_more_than_the_write_queue_holds_is_dropped_and_counted(tmp_path):
+    with opened(tmp_path, {"io": {"write_queue": f"{PAGE_BYTES}B"}}) as tiers:
+        tiers.keep(1, 2, 3)
+        assert tiers.recorded(0, 1, 2, 3) == [1]
+        assert tiers.counters.snapshot()['dropped_demotes_total{reason="queue_full"}'] == 2
+        tiers.keep(4)
+        assert tiers.recorded(0, 4) == [4]
+
+
+def test_the_first_tier_that_has_a_chunk_serves_it(tmp_path):
+    with opened(tmp_path, {}, {"cascade": "second_touch"}) as tiers:
+        tiers.store(1)
+        tiers.stack.touch(keys(1))
+        assert tiers.recorded(1, 1) == [1]
+        tiers.keep(3, 4, 5, 6)
+        load = tiers.stack.reserve_load([(0, keys(1))])
+        assert [promote.tier_idx for promote in load.promotes] == [0]
+        tiers.stack.finish_load(load, TransferDone(job_id=load.job_id))
+        tiers.stack.secondaries[0].remove(keys(1))
+        assert tiers.recorded(0, 1) == []
+        tiers.keep(7, 8, 9, 10)
+        load = tiers.stack.reserve_load([(0, keys(1))])
+        assert [promote.tier_idx for promote in load.promotes] == [1]
+        tiers.stack.finish_load(load, TransferDone(job_id=load.job_id))
