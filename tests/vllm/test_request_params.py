@@ -160,3 +160,14 @@ def test_an_adapter_that_goes_on_changing_costs_others_their_offloads_only_once(
 def test_a_claim_of_an_adapter_that_a_reset_has_forgotten_names_no_weights() -> None:
     adapters = AdapterRequests(rank_count=1)
     assert adapters.claim(Adapted("r").lora_request).digests == {}
+
+
+def test_an_adapters_digest_behind_vllms_hash_is_taken_off_for_listeners() -> None:
+    adapters = AdapterRequests(rank_count=1)
+    adapters.learn([AdapterUse(0, Adapter("a", "p"), b"1" * 16)])
+    hashes = adapters.hashes(Adapted("r"))
+    assert hashes is not None
+    (named,) = hashes
+    own = b"h" * 32
+    assert (named != own, named.startswith(own)) == (True, True)
+    assert adapters.block_hash(named) == adapters.block_hash(own) == own
