@@ -57,6 +57,17 @@ def test_the_policy_that_fails_requests_is_warned_of(caplog: pytest.LogCaptureFi
     assert caplog.text.count("set it to 'recompute'") == 1
 
 
+def test_vllm_is_told_the_layout_that_is_preferred_and_what_is_not_needed():
+    from vllm.config.cache import _layout_from_name
+
+    from tierstore_vllm import TierStoreConnector
+
+    assert TierStoreConnector.get_required_kvcache_layout(None) == "HND"
+    assert _layout_from_name("HND").name == "LBHNC"
+    assert not TierStoreConnector.requires_piecewise_for_cudagraph({})
+    assert not make_connector({"tierstore.config": MEMORY_ONLY}).requires_kv_delivery
+
+
 def test_an_unknown_key_ends_the_engine_at_its_start_with_the_remedy(tmp_path: Path):
     from engine import Round, run_engine
     from scenario import Scenario
