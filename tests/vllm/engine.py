@@ -22,7 +22,6 @@ from typing import Any
 from preloaded import run_preloaded
 
 __all__ = [
-    "ENGINE_SETTINGS",
     "Answer",
     "EngineJob",
     "EngineResult",
@@ -32,16 +31,6 @@ __all__ = [
     "read_metrics",
     "run_engine",
 ]
-
-ENGINE_SETTINGS = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    # Two threads that wait for each other by spinning crawl beside anything else on two cores.
-    "OMP_NUM_THREADS": "1",
-}
-"""The environment in which the tests run engines."""
 
 _VLLM_METRICS = ("vllm:num_preemptions", "vllm:prompt_tokens_cached_by_source")
 _QUIET_ANSWERS = 40
@@ -129,7 +118,7 @@ def run_engine(job: EngineJob, folder: Path, *, timeout_seconds: float = 600) ->
     job_file.write_text(json.dumps(asdict(job)))
     environment = engine_environment(separate_process=job.separate_process)
     files = [str(job_file), str(result_file)]
-    if job.ends == "shutdown":
+    if job.ends != "exit":
         code = run_preloaded(
             Path(__file__),
             files,
@@ -160,14 +149,16 @@ def run_engine(job: EngineJob, folder: Path, *, timeout_seconds: float = 600) ->
 def engine_environment(*, separate_process: bool) -> dict[str, str]:
     """Return the environment of a process that runs an engine."""
     paths = [_REPOSITORY, _REPOSITORY / "adapters" / "vllm", Path(__file__).parent]
-    return (
-        os.environ
-        | ENGINE_SETTINGS
-        | {
-            "PYTHONPATH": os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")]),
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if separate_process else "0",
-        }
-    )
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")]),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if separate_process else "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        # Two threads that wait for each other by spinning crawl beside anything else on two cores.
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def _run(job: dict[str, Any]) -> dict[str, Any]:
@@ -230,9 +221,8 @@ def _open(job: dict[str, Any]) -> Any:
     from vllm import LLM, envs
     from vllm.config import KVTransferConfig
 
-    if job["ends"] == "shutdown":
-        # On a CPU vLLM spawns its engine and its workers, and each imports it once more. Those of
-        # jobs that end otherwise still are.
+    if job["ends"] != "exit":
+        # On a CPU vLLM spawns its engine and its workers, and each imports it once more.
         envs.environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "fork"
     arguments = {
         "enforce_eager": True,

@@ -1,8 +1,8 @@
 """Runs a script in a process that is forked from one which has imported vLLM.
 
 Importing it is most of the life of a tiny engine. What is forked shares the seed of `hash` with its
-siblings, as processes of a real restart do not: the demo, the warm-up, the server, and engines that
-end in unusual ways are started anew, and their restarts hit.
+siblings, as processes of a real restart do not: the demo, the warm-up, the server, and scripts that
+just end are started anew, and their restarts hit.
 """
 
 import multiprocessing

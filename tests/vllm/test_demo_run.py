@@ -4,7 +4,7 @@ from functools import partial
 
 import demo
 import pytest
-from engine import ENGINE_SETTINGS
+from engine import engine_environment
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -18,7 +18,7 @@ def test_the_demo_finds_its_hits_and_no_different_token(tmp_path, monkeypatch, c
     monkeypatch.setattr(demo, "OPENING_TOKENS", 400)
     monkeypatch.setattr(demo, "ADDITION_TOKENS", 100)
     monkeypatch.setattr("sys.argv", ["demo"])
-    for name, value in ENGINE_SETTINGS.items():
+    for name, value in engine_environment(separate_process=False).items():
         monkeypatch.setenv(name, value)
     status = demo.main()
     assert status == 0, capsys.readouterr().out

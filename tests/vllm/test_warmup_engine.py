@@ -7,7 +7,6 @@ count of cached tokens.
 """
 
 import json
-import os
 import random
 import re
 import subprocess
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from engine import ENGINE_SETTINGS, EngineJob, Round, run_engine
+from engine import EngineJob, Round, engine_environment, run_engine
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK_TOKENS = 32
@@ -83,12 +82,10 @@ def run_script(setting: Setting, *more: str) -> subprocess.CompletedProcess[str]
     command = [sys.executable, ROOT / "scripts" / "warmup.py", "--prompts", setting.prompts]
     command += ["--config", setting.config, "--model", setting.model, "--dtype", "float32"]
     command += ["--block-size", str(BLOCK_TOKENS), "--max-model-len", "2048", "--enforce-eager"]
-    paths = [str(ROOT), str(ROOT / "adapters" / "vllm"), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | ENGINE_SETTINGS | {"PYTHONPATH": os.pathsep.join(paths)}
     return subprocess.run(
         [*map(str, command), *more],
         check=False,
-        env=environment,
+        env=engine_environment(separate_process=True),
         capture_output=True,
         text=True,
         timeout=600,
