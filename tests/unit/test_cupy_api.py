@@ -147,7 +147,7 @@ def stand_in(monkeypatch) -> Runtime:
 
     class RawKernel:
         def __init__(self, source, name):
-            assert f"void {name}(" in source
+            assert f" {name}(" in source
 
         def compile(self):
             pass

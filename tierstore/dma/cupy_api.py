@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from tierstore.dma.cuda_api import AddressRange, DirectedRuns, Event, Rectangles, Stream
-from tierstore.dma.kernel_source import KERNEL_NAME, KERNEL_SOURCE
+from tierstore.dma.kernel_source import KERNEL_NAME, KERNEL_SOURCE, THREADS_PER_BLOCK
 from tierstore.errors import DeviceBusyError, DeviceError, MissingExtraError
 from tierstore.transfer import IntArray
 
@@ -38,8 +38,7 @@ _ATTRIBUTE_HOST_POINTER_FOR_REGISTERED_MEMORY = 91
 _SOURCE_ORDER_STREAM, _SOURCE_ORDER_ANY = 1, 3
 _FLAG_OVERLAP_WITH_COMPUTE = 1
 
-_THREADS_PER_BLOCK = 1024
-_WARPS_PER_BLOCK = 32
+_WARPS_PER_BLOCK = THREADS_PER_BLOCK // 32
 _PARTS_MAX = 16
 
 _OVERLAP_BYTES_MAX = 128 << 10
@@ -226,7 +225,7 @@ class CupyApi:
             np.int64(parts),
         )
         with self._translated("cuLaunchKernel"), self._streams[stream]:
-            self._kernel((blocks,), (_THREADS_PER_BLOCK,), arguments)
+            self._kernel((blocks,), (THREADS_PER_BLOCK,), arguments)
 
     def alloc_host(self, size_bytes: int) -> int:
         """Allocate pinned, mapped host memory."""
