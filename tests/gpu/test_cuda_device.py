@@ -15,6 +15,7 @@ from tierstore.dma.cuda_api import DirectedRuns
 from tierstore.dma.kernel_table import ROW_BYTES, fill_table, table_at
 from tierstore.dma.pinning import PoolPinner
 from tierstore.dma.protocol import CopyId
+from tierstore.dma.trial import drop_failing_methods
 from tierstore.layout import PAGE_BYTES, ChunkOrder
 from tierstore.memory import HostPool
 from tierstore.metrics import Counters
@@ -201,6 +202,14 @@ def test_the_kernel_copies_every_length_at_every_alignment(shift) -> None:
     assert np.array_equal(memory.read(), expected)
     api.destroy_stream(stream)
     api.free_host(host)
+
+
+def test_the_device_does_all_methods_right() -> None:
+    api = make_api()
+    has_batch = api.has_batch  # an old driver has none
+    drop_failing_methods(api)
+    assert api.has_kernel
+    assert api.has_batch == has_batch
 
 
 def test_pinning_and_capturing_a_graph_do_not_disturb_each_other() -> None:

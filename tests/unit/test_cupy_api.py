@@ -173,6 +173,10 @@ def stand_in(monkeypatch) -> Runtime:
     return runtime
 
 
+CALLS_OF_TRIAL = 4
+"""There and back in a batch and by the kernel, when an engine registers."""
+
+
 class OverStandIn(CopyConformance):
     config = BATCHES
     call = "cuMemcpyBatchAsync"
@@ -192,7 +196,7 @@ class OverStandIn(CopyConformance):
 
     def test_the_expected_call_is_made(self) -> None:
         self.test_groups_that_share_memory_keep_their_bytes_apart()
-        assert self.call in self.runtime.calls
+        assert self.call in self.runtime.calls[CALLS_OF_TRIAL:]
 
 
 class TestBatches(OverStandIn):
