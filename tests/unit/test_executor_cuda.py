@@ -1,15 +1,20 @@
 """The executor over the CUDA engine: each command is answered, with its bytes or a failure."""
 
+import threading
+
 import numpy as np
 import pytest
 from cuda_engines import BATCHES, make_engine
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tierstore.backend.opening import open_backend
 from tierstore.clock import MonotonicClock
 from tierstore.config import load_config
-from tierstore.errors import LayoutError
+from tierstore.dma.cuda import CudaCopyEngine
+from tierstore.errors import DeviceError, LayoutError
 from tierstore.executor import TransferExecutor
+from tierstore.executor import executor as executor_module
 from tierstore.layout import PAGE_BYTES, CanonicalKVCaches, ChunkOrder
 from tierstore.manifest import Manifest
 from tierstore.memory import HostPool
@@ -114,3 +119,61 @@ def test_a_device_without_an_engine_is_refused_by_name() -> None:
             caches=caches,
             counters=Counters(),
         )
+
+
+class OpenedOnFake:
+    """`TransferExecutor.open` on a fake GPU, whose pool is pinned by the executor's threads."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.api = FakeCuda()
+        self.memory = FakeDeviceMemory(self.api, np.zeros(BLOCK_COUNT * PAGE, np.uint8))
+        monkeypatch.setattr(executor_module, "open_copy_engine", self._open_engine)
+
+    def _open_engine(self, device, config, *, counters, spawn, compute_stream):
+        return CudaCopyEngine(
+            self.api,
+            device=device,
+            config=config,
+            counters=counters,
+            spawn=spawn,
+            compute_stream=compute_stream,
+        )
+
+    def open(self, open_backend) -> TransferExecutor:
+        tier = {"name": "disk", "backend": "file", "path": "unused", "capacity": "64MiB"}
+        return TransferExecutor.open(
+            load_config({"version": 1, "primary": {"capacity": "1MiB"}, "secondary": [tier]}),
+            Manifest.simple("m", PAGE),
+            rank=0,
+            rank_count=1,
+            caches=make_caches(self.memory, [PAGE], 0, ChunkOrder.LAYER_MAJOR),
+            counters=Counters(),
+            open_backend=open_backend,
+        )
+
+    def is_idle(self) -> bool:
+        self.api.free_device(self.memory.address)
+        threads = [thread.name for thread in threading.enumerate()]
+        return self.api.resource_count == 0 and "tierstore-pin-0" not in threads
+
+
+def test_an_executor_that_cannot_open_unpins_its_pool_and_gives_the_gpu_back(monkeypatch) -> None:
+    def broken(*_, **__):
+        raise RuntimeError("a plug-in's bug")
+
+    fake = OpenedOnFake(monkeypatch)
+    with pytest.raises(RuntimeError, match="plug-in"):
+        fake.open(broken)
+    assert fake.is_idle()
+
+
+def test_a_gpu_that_refuses_streams_leaves_no_thread_behind(monkeypatch) -> None:
+    fake = OpenedOnFake(monkeypatch)
+    monkeypatch.setattr(fake.api, "create_stream", refuse)
+    with pytest.raises(DeviceError):
+        fake.open(open_backend)
+    assert fake.is_idle()
+
+
+def refuse() -> None:
+    raise DeviceError("cudaStreamCreate: refused")
