@@ -26,9 +26,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "vllm"))
 
-from engine import Answer, EngineResult, Round, run_engine  # noqa: E402 - the tests' harness
+from engine import EngineResult, Round, run_engine  # noqa: E402 - the tests' harness
 from family_configs import CONFIGS, ENGINE_ARGUMENTS  # noqa: E402
-from scenario import Scenario, compare_answers, tier_config  # noqa: E402
+from scenario import Scenario, assert_same_answers, tier_config  # noqa: E402
 from tiny_models import DTYPES, build_model  # noqa: E402
 
 COLUMNS = ("cold", "memory", "disk", "preempted", "aborted", "failed load")
@@ -74,28 +74,27 @@ class Family:
     def run(self) -> dict[str, str]:
         """Run all engines; return a cell per column, and two that say how much was seen."""
         reference = self._engine("cold", "again", config=None)
-        computed, hit = reference.rounds["cold"], reference.rounds["again"]
-        expected = [answer.cached for answer in hit]
+        expected = _cached(reference, "again")
         if not any(expected):
             return {"note": "vLLM's own prefix cache hits nothing on this platform"}
         first = self._engine("cold", "memory", config=self._config)
         cells = {
             # Some prompts begin like one before them.
-            "cold": self._cell(first, "cold", computed, [answer.cached for answer in computed]),
-            "memory": self._cell(first, "memory", hit, expected),
+            "cold": self._cell(first, "cold", reference, "cold", _cached(reference, "cold")),
+            "memory": self._cell(first, "memory", reference, "again", expected),
         }
         shutil.copytree(self._folder / "tier", self._folder / "damaged")
         disk = self._engine(
             "memory", "aborted", "after", config=self._config, connector="slow.SlowConnector"
         )
-        cells["disk"] = self._cell(disk, "memory", hit, expected)
-        cells["aborted"] = self._cell(disk, "after", hit, expected)
+        cells["disk"] = self._cell(disk, "memory", reference, "again", expected)
+        cells["aborted"] = self._cell(disk, "after", reference, "again", expected)
         for stage in STAGES:
             if not disk.metrics.get(f"aborted{{{stage}}}"):
                 cells["aborted"] = f"NO: none was {stage}"
         _damage(self._folder / "damaged")
         lost = self._engine("memory", config=tier_config("file", self._folder / "damaged"))
-        cells["failed load"] = self._cell(lost, "memory", computed, None)
+        cells["failed load"] = self._cell(lost, "memory", reference, "cold", None)
         if not lost.metrics.get("tierstore_failed_loads"):
             cells["failed load"] = "no load failed"
         cells["preempted"] = self._preempted()
@@ -119,7 +118,7 @@ class Family:
                     return f"NO: {cause}"
                 continue
             result = self._engine("crowd", config=memory_only, engine=small)
-            cell = self._cell(result, "crowd", reference.rounds["crowd"], None)
+            cell = self._cell(result, "crowd", reference, "crowd", None)
             return cell if result.metrics.get("num_preemptions") else f"{cell} (none was)"
         return f"not run ({cause[:60]})"
 
@@ -131,23 +130,33 @@ class Family:
         rounds["leaks"] = Round(prompts=[], one_by_one=True)
         changes |= {"engine": self._arguments | (engine or {})}
         job = self._scenario.job(rounds, workarounds=True, separate_process=False, **changes)
-        return run_engine(job, self._folder, timeout_seconds=400)
+        return run_engine(job, self._folder)
 
     def _cell(
-        self, result: EngineResult, name: str, reference: list[Answer], cached: list[int] | None
+        self,
+        result: EngineResult,
+        name: str,
+        reference: EngineResult,
+        reference_name: str,
+        cached: list[int] | None,
     ) -> str:
-        """Compare a round with answers of an engine without tierstore that had the same hits."""
-        self._answered_count += sum(len(answer.tokens) for answer in reference)
-        answers = result.rounds[name]
+        """Compare a round with one of an engine without tierstore that had the same hits."""
+        answers = reference.rounds[reference_name]
+        self._answered_count += sum(len(answer.tokens) for answer in answers)
+        noise = self._preempted_noise if name == "crowd" else self._noise
         try:
-            noise = self._preempted_noise if name == "crowd" else self._noise
-            self._compared_count += compare_answers(answers, reference, name, noise)
+            compared = assert_same_answers(result, name, reference, reference_name, noise)
         except AssertionError as error:
             return f"NO: {str(error).splitlines()[0]}"
-        found = [answer.cached for answer in answers]
+        self._compared_count += compared
+        found = _cached(result, name)
         if cached is not None and found != cached:
             return f"NO: {sum(found):,} of {sum(cached):,} tokens cached"
         return "yes"
+
+
+def _cached(result: EngineResult, name: str) -> list[int]:
+    return [answer.cached for answer in result.rounds[name]]
 
 
 def _crowd(prompts: list[list[int]]) -> list[list[int]]:

@@ -14,9 +14,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tierstore.config import load_config
 from tierstore.errors import MissingExtraError, TierStoreError
 from tierstore.metrics import Metric
-from tierstore.warmup import Prompt, read_prompts
+from tierstore.warmup import Prompt, patient_config, read_prompts
 
 if TYPE_CHECKING:
     from tierstore_vllm.warmup import WarmupReport
@@ -32,7 +33,16 @@ def main() -> int:
 
 
 def run() -> int:
-    """Read, prefill, report."""
+    """Read, prefill, report. What is wrong with the files is said before vLLM is imported."""
+    own = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
+    )
+    own.add_argument("--prompts", type=Path, required=True, help="JSON lines")
+    own.add_argument("--config", type=Path, required=True, help="tierstore's YAML file")
+    own.add_argument("--model", required=True, help="as the server names it")
+    options, engine_options = own.parse_known_args()
+    config = patient_config(load_config(options.config))
+    prompts = asyncio.run(collect(options.prompts))
     try:
         from tqdm import tqdm
         from vllm import EngineArgs
@@ -44,25 +54,17 @@ def run() -> int:
         ) from error
     from tierstore_vllm.warmup import warm_up
 
-    own = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
-    )
-    own.add_argument("--prompts", type=Path, required=True, help="JSON lines")
-    own.add_argument("--config", type=Path, required=True, help="tierstore's YAML file")
-    own.add_argument("--model", required=True, help="as the server names it")
-    options, engine_options = own.parse_known_args()
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog=own.prog))
     engine_args = EngineArgs.from_cli_args(
         parser.parse_args(["--model", options.model, *engine_options])
     )
-    prompts = asyncio.run(collect(options.prompts))
     with tqdm(desc="prefill", unit="prompt", disable=None) as bar:
 
         def show(done: int, count: int) -> None:
             bar.total = count
             bar.update(done - bar.n)
 
-        report = warm_up(prompts, options.config, engine_args, show)
+        report = warm_up(prompts, config, engine_args, show)
     print_report(report)
     return 1 if report.lost_chunk_count else 0
 

@@ -1,17 +1,18 @@
-"""Prompts for an offline warm-up: read from JSON lines, and reduced to distinct prefixes.
+"""What an offline warm-up needs of tierstore: its prompts, from JSON lines, and a configuration.
 
 Knows no engine; the adapter of an engine turns prompts into token ids and prefills them.
 """
 
 import json
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
-from tierstore.errors import MissingExtraError, PromptError
+from tierstore.config import StoreConfig
+from tierstore.errors import ConfigError, MissingExtraError, PromptError
 
 __all__ = [
     "ChatPrompt",
@@ -20,6 +21,7 @@ __all__ = [
     "TokenPrompt",
     "distinct_prefixes",
     "parse_prompt",
+    "patient_config",
     "read_prompts",
 ]
 
@@ -47,6 +49,24 @@ class TokenPrompt:
 
 
 Prompt = TextPrompt | ChatPrompt | TokenPrompt
+
+
+def patient_config(config: StoreConfig) -> StoreConfig:
+    """Let nothing be dropped or kept from disk: a warm-up ends, and nobody waits for it.
+
+    Raises:
+        ConfigError: the configuration has no tier on disk.
+    """
+    if not config.secondary:
+        raise ConfigError("a warm-up needs a tier on disk: add one to 'secondary'")
+    queue_bytes = config.primary.capacity_bytes
+    tiers = [
+        replace(tier, io=replace(tier.io, write_queue_bytes=queue_bytes))
+        for tier in config.secondary
+    ]
+    if all(tier.cascade != "write_through" for tier in tiers):
+        tiers[0] = replace(tiers[0], cascade="write_through")
+    return replace(config, secondary=tuple(tiers))
 
 
 async def read_prompts(path: Path) -> AsyncIterator[tuple[int, Prompt]]:

@@ -44,30 +44,29 @@ def unharmed(store):
     assert not any(name.startswith(("dropped", "misses", "refused")) for name in counters)
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        None,
-        KEYS[0],
-        "keys",
-        dict.fromkeys(KEYS),
-        (key for key in KEYS),
-        np.array(KEYS),
-        [key.hex() for key in KEYS],
-        [1, 2, 3, 4],
-        [*KEYS[:3], None],
-        list(map(bytearray, KEYS)),
-        OTHER_KEYS,
-        [*KEYS[:3], OTHER_KEYS[3]],
-        [*KEYS[:3], NAMESPACE],
-        [*KEYS[:3], NAMESPACE + bytes(4)],
-        [*KEYS[:3], KEYS[3] + bytes(57)],
-        [*KEYS[:3], KEYS[3] + bytes(600)],
-        make_offload_keys(NAMESPACE, 1, [bytes(32)] * 4),
-        [*KEYS[:3], *make_offload_keys(NAMESPACE, 1, [bytes(32)])],
-    ],
-    ids=lambda keys: f"{type(keys).__name__}-{str(keys)[-24:]}",
-)
+WRONG_KEYS = {
+    "none": None,
+    "one key": KEYS[0],
+    "text": "keys",
+    "mapping": dict.fromkeys(KEYS),
+    "generator": (key for key in KEYS),
+    "array": np.array(KEYS),
+    "hexadecimal": [key.hex() for key in KEYS],
+    "numbers": [1, 2, 3, 4],
+    "none at the end": [*KEYS[:3], None],
+    "bytearrays": list(map(bytearray, KEYS)),
+    "another namespace": OTHER_KEYS,
+    "another namespace at the end": [*KEYS[:3], OTHER_KEYS[3]],
+    "no group": [*KEYS[:3], NAMESPACE],
+    "no hash": [*KEYS[:3], NAMESPACE + bytes(4)],
+    "too long a hash": [*KEYS[:3], KEYS[3] + bytes(57)],
+    "far too long a hash": [*KEYS[:3], KEYS[3] + bytes(600)],
+    "unknown group": make_offload_keys(NAMESPACE, 1, [bytes(32)] * 4),
+    "unknown group at the end": [*KEYS[:3], *make_offload_keys(NAMESPACE, 1, [bytes(32)])],
+}
+
+
+@pytest.mark.parametrize("keys", WRONG_KEYS.values(), ids=WRONG_KEYS)
 def test_what_is_no_list_of_keys_of_one_group_is_refused(unharmed, keys):
     with pytest.raises((TypeError, ValueError), match="key"):
         unharmed.put(keys, ROWS)

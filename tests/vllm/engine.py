@@ -108,7 +108,7 @@ class EngineResult:
     log: str
 
 
-def run_engine(job: EngineJob, folder: Path, *, timeout_seconds: float = 240) -> EngineResult:
+def run_engine(job: EngineJob, folder: Path, *, timeout_seconds: float = 600) -> EngineResult:
     """Run a job in a fresh process; raise with the end of its log if it fails."""
     folder.mkdir(parents=True, exist_ok=True)
     number = len(list(folder.glob("job-*.json")))
@@ -118,7 +118,7 @@ def run_engine(job: EngineJob, folder: Path, *, timeout_seconds: float = 240) ->
     job_file.write_text(json.dumps(asdict(job)))
     environment = engine_environment(separate_process=job.separate_process)
     files = [str(job_file), str(result_file)]
-    if job.ends == "shutdown":
+    if job.ends != "exit":
         code = run_preloaded(
             Path(__file__),
             files,
@@ -221,9 +221,8 @@ def _open(job: dict[str, Any]) -> Any:
     from vllm import LLM, envs
     from vllm.config import KVTransferConfig
 
-    if job["ends"] == "shutdown":
-        # On a CPU vLLM spawns its engine and its workers, and each imports it once more. Those of
-        # jobs that end otherwise still are.
+    if job["ends"] != "exit":
+        # On a CPU vLLM spawns its engine and its workers, and each imports it once more.
         envs.environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "fork"
     arguments = {
         "enforce_eager": True,
@@ -267,7 +266,7 @@ def _terminate(llm: Any) -> None:
         os.kill(process.pid, signal.SIGTERM)
     left = {process.sentinel for process in processes}
     while left:
-        ended = wait(left, timeout=60)
+        ended = wait(left, timeout=180)
         if not ended:
             raise RuntimeError("the engine's process goes on after SIGTERM")
         left.difference_update(ended)
@@ -294,7 +293,7 @@ def _abort(llm: Any, inputs: list[Any], sampling: Any) -> Counter[str]:
 
 
 def _wait_for(file: Path) -> None:
-    for _ in range(2400):
+    for _ in range(12000):
         if file.exists():
             return
         time.sleep(0.05)

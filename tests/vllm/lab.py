@@ -1,6 +1,7 @@
-"""One engine with everything in this process, to be disturbed: `python disturbing.py job result`.
+"""One engine with everything in its process, to be disturbed.
 
-`Lab` drives the engine, reads vLLM's own counters, and looks into both halves of the connector.
+A test calls `run_lab` with a script, whose process calls `main` with its phases. There `Lab`
+drives the engine, reads vLLM's own counters, and looks into both halves of the connector.
 """
 
 import json
@@ -11,10 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from engine import read_metrics
+from engine import engine_environment, read_metrics
 from leaks import find_leaks
+from preloaded import run_preloaded
 
-__all__ = ["SEAMS", "Lab", "main"]
+__all__ = ["SEAMS", "Lab", "main", "run_lab"]
 
 _IDLE_STEPS_MAX = 4000
 _TINY_PROMPT = [7]
@@ -47,6 +49,27 @@ SEAMS = {
 }
 
 
+def run_lab(
+    script: str, name: str, job: dict[str, Any], folder: Path, *, timeout_seconds: float = 900
+) -> dict[str, Any]:
+    """Run a script of this folder in a process of its own; return what its phases found.
+
+    `name` begins the names of the run's files in `folder`.
+    """
+    files = {kind: folder / f"{name}.{kind}" for kind in ("job", "found", "log")}
+    files["job"].write_text(json.dumps(job))
+    code = run_preloaded(
+        Path(__file__).with_name(script),
+        [str(files["job"]), str(files["found"])],
+        environment=engine_environment(separate_process=False),
+        log=files["log"],
+        timeout_seconds=timeout_seconds,
+    )
+    assert code == 0, files["log"].read_text()[-6000:]
+    found: dict[str, Any] = json.loads(files["found"].read_text())
+    return found
+
+
 class Lab:
     """An engine whose prompts are asked one after the other, so that answers compare exactly."""
 
@@ -73,7 +96,7 @@ class Lab:
                 kv_connector="SlowConnector",
                 kv_connector_module_path="slow",
                 kv_role="kv_both",
-                kv_load_failure_policy=job["load_failure_policy"],
+                kv_load_failure_policy=job.get("load_failure_policy", "recompute"),
                 kv_connector_extra_config={"tierstore.config": job["config"]},
             ),
         )
@@ -229,7 +252,11 @@ class Lab:
 
 
 def main(phases: dict[str, Callable[[Lab], dict[str, Any]]]) -> None:
-    """Run the phases that the job names, in order, against one engine; write what they found."""
+    """Run the phases that the job names, in order, against one engine; write what they found.
+
+    A job has `model`, `dtype`, `config`, `prompts`, `phases`, perhaps further arguments of
+    `vllm.LLM` under `engine`, and another `load_failure_policy` than `recompute`.
+    """
     job = json.loads(Path(sys.argv[1]).read_text())
     lab = Lab(job)
     found: dict[str, Any] = {"cold": lab.ask(lab.prompts)}

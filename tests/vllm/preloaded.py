@@ -1,8 +1,8 @@
 """Runs a script in a process that is forked from one which has imported vLLM.
 
 Importing it is most of the life of a tiny engine. What is forked shares the seed of `hash` with its
-siblings, as processes of a real restart do not: the demo, the warm-up, the server, and engines that
-end in unusual ways are started anew, and their restarts hit.
+siblings, as processes of a real restart do not: the demo, the warm-up, the server, and scripts that
+just end are started anew, and their restarts hit.
 """
 
 import multiprocessing
@@ -18,6 +18,8 @@ from unittest.mock import patch
 __all__ = ["run_preloaded"]
 
 _IMPORTED = ["torch", "transformers", "vllm.config", "vllm.entrypoints.llm"]
+_READ_BY_IMPORTS = ("HF_HUB_OFFLINE", "OMP_NUM_THREADS")
+"""Settings that what is imported keeps from then on, for all that is forked."""
 
 
 def run_preloaded(
@@ -27,17 +29,14 @@ def run_preloaded(
     environment: Mapping[str, str],
     log: Path,
     timeout_seconds: float,
-    folder: Path | None = None,
 ) -> int:
-    """Run `script arguments...` in `folder`; return its exit status, a negative one for a signal.
+    """Run `script arguments...`; return its exit status, a negative one for a signal.
 
     Raises:
         TimeoutError: it did not end in time, and was killed.
     """
-    context = _context(environment["OMP_NUM_THREADS"])
-    process = context.Process(
-        target=_run, args=(script, list(arguments), dict(environment), log, folder)
-    )
+    context = _context(tuple((name, environment[name]) for name in _READ_BY_IMPORTS))
+    process = context.Process(target=_run, args=(script, list(arguments), dict(environment), log))
     process.start()
     try:
         process.join(timeout_seconds)
@@ -50,22 +49,15 @@ def run_preloaded(
 
 
 @cache
-def _context(thread_count: str) -> multiprocessing.context.ForkServerContext:
+def _context(settings: tuple[tuple[str, str], ...]) -> multiprocessing.context.ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
-    # The OpenMP library reads it when it is loaded, and the server keeps it for all it forks.
-    with patch.dict(os.environ, OMP_NUM_THREADS=thread_count):
+    with patch.dict(os.environ, settings):
         forkserver.ensure_running()
     return context
 
 
-def _run(
-    script: Path,
-    arguments: list[str],
-    environment: dict[str, str],
-    log: Path,
-    folder: Path | None,
-) -> None:
+def _run(script: Path, arguments: list[str], environment: dict[str, str], log: Path) -> None:
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -73,6 +65,4 @@ def _run(
     os.environ.update(environment)
     sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
     sys.argv = [str(script), *arguments]
-    if folder is not None:
-        os.chdir(folder)
     runpy.run_path(str(script), run_name="__main__")

@@ -1,7 +1,6 @@
 """The prompts of the end-to-end tests, what must be cached of them, and how runs are compared."""
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ __all__ = [
     "Scenario",
     "assert_same_answer",
     "assert_same_answers",
-    "compare_answers",
     "tier_config",
 ]
 
@@ -105,24 +103,15 @@ def tier_config(backend: str, path: Path, **offload: Any) -> dict[str, Any]:
 def assert_same_answers(
     result: EngineResult, name: str, reference: EngineResult, reference_name: str, noise: float
 ) -> int:
-    """Compare one round with one of a run without a connector; return how many tokens were.
-
-    See `compare_answers`.
-    """
-    return compare_answers(result.rounds[name], reference.rounds[reference_name], name, noise)
-
-
-def compare_answers(
-    answers: Sequence[Answer], reference: Sequence[Answer], name: str, noise: float
-) -> int:
-    """Compare one round with answers of an engine without a connector; count the tokens compared.
+    """Compare one round with one of a run without a connector; count the tokens compared.
 
     `noise` is what the logprobs of two runs without a connector differ by, as their batches differ.
     Where the reference chose by less than that, either choice is right, and what follows in that
     answer says nothing.
     """
+    pairs = zip(result.rounds[name], reference.rounds[reference_name], strict=True)
     token_count = 0
-    for number, (ours, theirs) in enumerate(zip(answers, reference, strict=True)):
+    for number, (ours, theirs) in enumerate(pairs):
         where = f"round {name!r}, prompt {number}"
         assert ours.finish_reason == theirs.finish_reason, where
         token_count += assert_same_answer(ours, theirs, noise, where)

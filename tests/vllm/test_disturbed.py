@@ -6,15 +6,12 @@ engine per model with both halves in its process (`lab`), which goes through all
 (`disturbing`); after each phase it must hold no block, pin or job.
 """
 
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engine import engine_environment
-from lab import SEAMS
-from preloaded import run_preloaded
+from lab import SEAMS, run_lab
 from scenario import Scenario, tier_config
 from tiny_models import DTYPES, build_model
 
@@ -52,17 +49,7 @@ class Run:
             "prompts": prompts,
             "phases": PHASES[family, policy],
         }
-        (work / "job.json").write_text(json.dumps(job))
-        code = run_preloaded(
-            Path(__file__).parent / "disturbing.py",
-            ["job.json", "found.json"],
-            folder=work,
-            environment=engine_environment(separate_process=False),
-            log=work / "log",
-            timeout_seconds=400,
-        )
-        assert code == 0, (work / "log").read_text()[-6000:]
-        self.found: dict[str, Any] = json.loads((work / "found.json").read_text())
+        self.found = run_lab("disturbing.py", "run", job, work)
         self.tokens = self.found["cold"]["tokens"]
 
     def assert_answers(self, asked: dict[str, Any], cached: list[int] | None = None) -> None:

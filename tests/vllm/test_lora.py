@@ -7,7 +7,6 @@ connector, one with, and one after it that finds other weights in the place of o
 fourth engine an adapter's weights change in every way that vLLM knows.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from engine import EngineJob, EngineResult, Round, engine_environment, run_engine
-from preloaded import run_preloaded
+from engine import EngineJob, EngineResult, Round, run_engine
+from lab import run_lab
 from scenario import ANSWER_TOKENS, Scenario, assert_same_answers, tier_config
 from tiny_adapters import write_adapter
 from tiny_models import DTYPES, build_model
@@ -162,21 +161,11 @@ def life(tmp_path_factory: pytest.TempPathFactory) -> Life:
         "model": str(model),
         "dtype": DTYPES["llama"],
         "config": tier_config("file", folder / "tier"),
-        "load_failure_policy": "recompute",
         "prompts": prompts,
         "engine": ENGINE,
         "phases": CHANGES,
     }
-    (folder / "job.json").write_text(json.dumps(job))
-    code = run_preloaded(
-        Path(__file__).parent / "adapting.py",
-        [str(folder / "job.json"), str(folder / "found.json")],
-        environment=engine_environment(separate_process=False),
-        log=folder / "log.txt",
-        timeout_seconds=240,
-    )
-    assert code == 0, (folder / "log.txt").read_text()[-6000:]
-    return Life(json.loads((folder / "found.json").read_text()), whole(prompts))
+    return Life(run_lab("adapting.py", "life", job, folder), whole(prompts))
 
 
 @pytest.mark.parametrize("change", CHANGES)

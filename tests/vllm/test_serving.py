@@ -20,7 +20,7 @@ from scenario import tier_config
 
 pytestmark = pytest.mark.vllm
 
-STARTUP_SECONDS = 240
+STARTUP_SECONDS = 600
 TEXT = "the cache keeps the prefix of every prompt that came before " * 12
 
 
@@ -64,7 +64,7 @@ def server(model: Path, config: Path, log: Path) -> Iterator[OpenAI]:
             wait_until_ready(client, process, log)
             yield client
             process.send_signal(signal.SIGTERM)
-            assert process.wait(60) in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
+            assert process.wait(180) in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
         finally:
             process.kill()
 

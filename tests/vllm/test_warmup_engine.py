@@ -7,7 +7,6 @@ count of cached tokens.
 """
 
 import json
-import os
 import random
 import re
 import subprocess
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from engine import EngineJob, Round, engine_environment, run_engine
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK_TOKENS = 32
@@ -82,16 +82,13 @@ def run_script(setting: Setting, *more: str) -> subprocess.CompletedProcess[str]
     command = [sys.executable, ROOT / "scripts" / "warmup.py", "--prompts", setting.prompts]
     command += ["--config", setting.config, "--model", setting.model, "--dtype", "float32"]
     command += ["--block-size", str(BLOCK_TOKENS), "--max-model-len", "2048", "--enforce-eager"]
-    paths = [str(ROOT), str(ROOT / "adapters" / "vllm"), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "VLLM_CPU_KVCACHE_SPACE": "1"}
-    environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
     return subprocess.run(
         [*map(str, command), *more],
         check=False,
-        env=environment,
+        env=engine_environment(separate_process=True),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
 
 
@@ -102,8 +99,6 @@ def number_after(report: str, word: str) -> int:
 
 
 def test_a_fresh_engine_loads_what_the_warm_up_stored(setting: Setting) -> None:
-    from engine import EngineJob, Round, run_engine
-
     done = run_script(setting)
     assert done.returncode == 0, done.stderr[-4000:]
     assert number_after(done.stdout, "prompts") == 40

@@ -6,7 +6,6 @@ its weights and resets, in either order, twice in all; another one is started be
 right answers are, the engine says itself for requests that stay out of the cache.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from engine import engine_environment
-from preloaded import run_preloaded
+from lab import run_lab
 from scenario import Scenario, tier_config
 from tiny_models import DTYPES, build_model
 
@@ -42,7 +40,6 @@ class Lives:
             "model": str(path),
             "dtype": DTYPES["llama"],
             "config": tier_config("file", folder / "tier"),
-            "load_failure_policy": "recompute",
             "prompts": self._prompts,
         }
         self.whole = [(len(prompt) - 1) // 32 * 32 for prompt in self._prompts]
@@ -51,19 +48,7 @@ class Lives:
         self.restarted = self._run("restarted", ["again_as_loaded"])
 
     def _run(self, name: str, phases: list[str]) -> dict[str, Any]:
-        job, found = self._folder / f"{name}.json", self._folder / f"{name}-found.json"
-        job.write_text(json.dumps(self._job | {"phases": phases}))
-        log = self._folder / f"{name}.log"
-        code = run_preloaded(
-            Path(__file__).parent / "updating.py",
-            [str(job), str(found)],
-            environment=engine_environment(separate_process=False),
-            log=log,
-            timeout_seconds=240,
-        )
-        assert code == 0, log.read_text()[-6000:]
-        answers: dict[str, Any] = json.loads(found.read_text())
-        return answers
+        return run_lab("updating.py", name, self._job | {"phases": phases}, self._folder)
 
 
 @pytest.fixture(scope="module")

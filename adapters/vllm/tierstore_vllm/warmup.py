@@ -7,15 +7,14 @@ computes faster than the disk writes.
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 from vllm import LLM, EngineArgs, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.tokenizers import TokenizerLike
 
-from tierstore.config import StoreConfig, load_config, to_mapping
-from tierstore.errors import ConfigError, PromptError
+from tierstore.config import StoreConfig, to_mapping
+from tierstore.errors import PromptError
 from tierstore.metrics import Metric
 from tierstore.warmup import ChatPrompt, Prompt, TextPrompt, distinct_prefixes
 
@@ -54,19 +53,18 @@ class WarmupReport:
 
 def warm_up(
     prompts: Sequence[tuple[int, Prompt]],
-    config_path: Path,
+    config: StoreConfig,
     engine_args: EngineArgs,
     report_progress: Callable[[int, int], None],
 ) -> WarmupReport:
     """Prefill every distinct prefix once, and wait until it is stored.
 
-    `report_progress` is given (prefills done, prefills in all), first with 0 done.
+    `config` is one of `patient_config`. `report_progress` is given (prefills done, prefills in
+    all), first with 0 done.
 
     Raises:
-        ConfigError: the configuration has no tier on disk.
         PromptError: a prompt does not fit the model; names its line.
     """
-    config = _patient(load_config(config_path))
     engine_args.kv_transfer_config = KVTransferConfig(
         kv_connector="TierStoreConnector",
         kv_connector_module_path="tierstore_vllm",
@@ -80,24 +78,6 @@ def warm_up(
         return _Warmup(llm, config).run(_token_lists(llm, prompts), report_progress)
     finally:
         llm.llm_engine.engine_core.shutdown(timeout=60.0)
-
-
-def _patient(config: StoreConfig) -> StoreConfig:
-    """Let nothing be dropped or kept from disk: this process ends, and nobody waits for it.
-
-    Raises:
-        ConfigError: the configuration has no tier on disk.
-    """
-    if not config.secondary:
-        raise ConfigError("a warm-up needs a tier on disk: add one to 'secondary'")
-    queue_bytes = config.primary.capacity_bytes
-    tiers = [
-        replace(tier, io=replace(tier.io, write_queue_bytes=queue_bytes))
-        for tier in config.secondary
-    ]
-    if all(tier.cascade != "write_through" for tier in tiers):
-        tiers[0] = replace(tiers[0], cascade="write_through")
-    return replace(config, secondary=tuple(tiers))
 
 
 class _Warmup:
