@@ -6,13 +6,15 @@
 
 Every figure is the median of `--repeats` runs (with the slowest and the fastest in the JSON), and
 beside each stands the large copy, measured in alternation. On a GPU every method is forced in turn,
-`chosen` is what tierstore would do; then a compute kernel runs beside the copies, and what it loses
-is measured. Without a GPU only the host engine's memmove is measured: the script works, and its
-figures say nothing about a bus.
+`chosen` is what tierstore would do; then a compute kernel runs beside the copies: what they reach
+then, and what the kernel loses. Without a GPU only the host engine's memmove is measured: the
+script works, and its figures say nothing about a bus.
 
     pages      4 KiB .. 1 MiB: bytes of one layer of one block
+    chunks     64 KiB .. 8 MiB, of one or more pages of up to 32 layers
     layouts    hnd: layers apart, as vLLM's LBHNC;  padded: the same with gaps between pages;
                blocks: all layers of a block together, as BLHNC
+    runs       1 .. 10,000 scattered pages that are a chunk each, as layout `single`
 """
 
 import argparse
@@ -23,11 +25,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import numpy as np
-from dma_devices import CpuDevice, CudaDevice, Device, facts, open_device
+from _dma_plot import plot
+from dma_devices import ComputeDevice, CpuDevice, CudaDevice, Device, facts, open_device
 
 from tierstore.dma.protocol import CopyEngine, CopyId
+from tierstore.dma.runs import GroupAddressing
 from tierstore.layout import (
     PAGE_BYTES,
     CanonicalKVCacheRef,
@@ -39,10 +44,28 @@ from tierstore.layout import (
 from tierstore.memory import HostPool
 
 PAGES_KIB = (4, 16, 64, 256, 1024)
-CHUNK_BYTES_MAX = 8 << 20
-RUNS_MAX = 10_000
+CHUNKS_KIB = (64, 512, 8192)
+RUN_COUNTS = (1, 10, 100, 1000, 10_000)
+LAYOUTS = ("hnd", "padded", "blocks")
 LAYER_COUNT = 32
 GAP_BYTES = 512
+DIRECTIONS = ("offload", "load", "both")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is copied at once."""
+
+    layout: str
+    page_bytes: int
+    layer_count: int
+    blocks_per_chunk: int
+    chunk_count: int
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of one chunk."""
+        return self.page_bytes * self.layer_count * self.blocks_per_chunk
 
 
 @dataclass(frozen=True)
@@ -51,8 +74,9 @@ class Case:
 
     layout: str
     page_bytes: int
+    chunk_bytes: int
     chunk_count: int
-    blocks_per_chunk: int
+    run_count: int
     direction: str
     method: str
 
@@ -67,32 +91,65 @@ class Figures:
     large_copy_gb_per_s: float
     share: float
     cpu_us_per_chunk: float
-    cpu_us_per_page: float
+    cpu_us_per_run: float
+
+
+@dataclass(frozen=True)
+class BesideCompute:
+    """Copies and a compute kernel at once."""
+
+    page_bytes: int
+    direction: str
+    method: str
+    gb_per_s: float
+    slowdown: float
+
+
+def shapes(options: argparse.Namespace) -> Iterator[Shape]:
+    """Pages and chunks of all sizes in every layout, then single pages by their number."""
+    total_bytes = options.mib << 20
+    for layout in options.layouts:
+        for page_kib in options.pages:
+            for chunk_kib in options.chunks:
+                if chunk_kib >= page_kib:
+                    yield chunk_shape(layout, page_kib << 10, chunk_kib << 10, total_bytes)
+    for page_kib in options.pages:
+        for run_count in options.runs:
+            if run_count * (page_kib << 10) <= total_bytes:
+                yield Shape("single", page_kib << 10, 1, 1, run_count)
+
+
+def chunk_shape(layout: str, page_bytes: int, chunk_bytes: int, total_bytes: int) -> Shape:
+    """Fill chunks with pages, and as many bytes as asked for, but no more than 10,000 runs."""
+    layers = min(LAYER_COUNT, chunk_bytes // page_bytes)
+    blocks_per_chunk = chunk_bytes // (layers * page_bytes)
+    runs_per_chunk = blocks_per_chunk * (1 if layout == "blocks" else layers)
+    count = min(total_bytes // chunk_bytes, max(RUN_COUNTS) // runs_per_chunk)
+    return Shape(layout, page_bytes, layers, blocks_per_chunk, max(1, count))
 
 
 class Setup:
-    """Registered caches and slots of one layout and page size."""
+    """Registered caches and slots of one shape: half of each for offloads, half for loads."""
 
-    def __init__(self, device: Device, layout: str, page_bytes: int, total_bytes: int) -> None:
+    def __init__(self, device: Device, shape: Shape) -> None:
         self.device = device
-        layers = min(LAYER_COUNT, max(1, CHUNK_BYTES_MAX // page_bytes))
-        self.blocks_per_chunk = max(1, (64 << 10) // (layers * page_bytes))
-        block_bytes = layers * page_bytes
-        self.chunk_bytes = block_bytes * self.blocks_per_chunk
-        by_bytes = total_bytes // self.chunk_bytes
-        by_runs = RUNS_MAX // (1 if layout == "blocks" else layers) // self.blocks_per_chunk
-        self.chunk_count = max(2, min(by_bytes, by_runs))
-        self.page_count = self.chunk_count * self.blocks_per_chunk * layers
-        self.slot_pages = round_up(self.chunk_bytes, PAGE_BYTES) // PAGE_BYTES
-        self.block_count = 2 * self.chunk_count * self.blocks_per_chunk
-        self.pool = HostPool(2 * self.chunk_count * self.slot_pages * PAGE_BYTES)
-        gap = GAP_BYTES if layout == "padded" else 0
-        self._address = device.alloc(self.block_count * layers * (page_bytes + gap))
-        self.caches = self._caches(layout, page_bytes, gap, layers)
+        self.shape = shape
+        slot_pages = round_up(shape.chunk_bytes, PAGE_BYTES) // PAGE_BYTES
+        self.block_count = 2 * shape.chunk_count * shape.blocks_per_chunk
+        self.pool = HostPool(2 * shape.chunk_count * slot_pages * PAGE_BYTES)
+        gap = GAP_BYTES if shape.layout == "padded" else 0
+        self._address = device.alloc(
+            self.block_count * shape.layer_count * (shape.page_bytes + gap)
+        )
+        self.caches = self._caches(shape.layout, shape.page_bytes, gap, shape.layer_count)
         random = np.random.default_rng(0)
-        shape = (2, self.chunk_count, self.blocks_per_chunk)
-        self.blocks = random.permutation(self.block_count).reshape(shape)
-        self.slots = random.permutation(2 * self.chunk_count).reshape(2, -1) * self.slot_pages
+        halves = (2, shape.chunk_count, shape.blocks_per_chunk)
+        self.blocks = random.permutation(self.block_count).reshape(halves)
+        self.slots = random.permutation(2 * shape.chunk_count).reshape(2, -1) * slot_pages
+        addressing = GroupAddressing(
+            self.caches, 0, shape.blocks_per_chunk, self.pool.address, self.pool.size_bytes
+        )
+        self.run_count = len(addressing.runs(self.blocks[0], self.slots[0]))
 
     def _caches(self, layout: str, page_bytes: int, gap: int, layers: int) -> CanonicalKVCaches:
         layer_bytes = self.block_count * (page_bytes + gap)
@@ -116,18 +173,20 @@ class Setup:
     def engine(self, method: str) -> CopyEngine:
         """Return an engine that copies by one method, with the whole pool pinned."""
         engine = self.device.engine(method)
-        engine.register(self.caches, self.blocks_per_chunk, self.pool.address, self.pool.size_bytes)
+        engine.register(
+            self.caches, self.shape.blocks_per_chunk, self.pool.address, self.pool.size_bytes
+        )
         return engine
 
     def copied_bytes(self, direction: str) -> int:
         """Return the bytes of one run of a case."""
-        return self.chunk_count * self.chunk_bytes * (2 if direction == "both" else 1)
+        half = self.shape.chunk_count * self.shape.chunk_bytes
+        return half * (2 if direction == "both" else 1)
 
     def large_copy(self, direction: str) -> float:
         """Return the seconds of copying the same bytes at once."""
-        return self.device.large_copy(
-            direction, self._address, self.pool.address, self.chunk_count * self.chunk_bytes
-        )
+        half = self.shape.chunk_count * self.shape.chunk_bytes
+        return self.device.large_copy(direction, self._address, self.pool.address, half)
 
     def close(self) -> None:
         """Give the memory back."""
@@ -179,106 +238,90 @@ def measure(setup: Setup, engine: CopyEngine, direction: str, repeats: int) -> F
         gb_per_s_max=max(rates),
         large_copy_gb_per_s=large_rate,
         share=rate / large_rate,
-        cpu_us_per_chunk=cpu_us / (setup.chunk_count * both),
-        cpu_us_per_page=cpu_us / (setup.page_count * both),
+        cpu_us_per_chunk=cpu_us / (setup.shape.chunk_count * both),
+        cpu_us_per_run=cpu_us / (setup.run_count * both),
     )
 
 
 def run_cases(device: Device, options: argparse.Namespace) -> Iterator[tuple[Case, Figures]]:
-    """Measure all layouts, pages, methods and directions."""
-    for layout in options.layouts:
-        for page_kib in options.pages:
-            setup = Setup(device, layout, page_kib << 10, options.mib << 20)
-            for method in device.methods():
-                engine = setup.engine(method)
-                for direction in ("offload", "load", "both"):
-                    figures = measure(setup, engine, direction, options.repeats)
-                    yield (
-                        Case(
-                            layout,
-                            page_kib << 10,
-                            setup.chunk_count,
-                            setup.blocks_per_chunk,
-                            direction,
-                            method,
-                        ),
-                        figures,
-                    )
-                engine.close()
-            setup.close()
-
-
-def measure_interference(
-    device: CudaDevice, options: argparse.Namespace
-) -> list[dict[str, object]]:
-    """Measure what a compute kernel loses beside copies, per page size and method."""
-    found: list[dict[str, object]] = []
-    for page_kib in options.pages:
-        setup = Setup(device, "hnd", page_kib << 10, options.mib << 20)
+    """Measure all shapes, methods and directions."""
+    for shape in shapes(options):
+        setup = Setup(device, shape)
         for method in device.methods():
             engine = setup.engine(method)
-            lost = slowdown(device, setup, engine, options.repeats)
+            for direction in DIRECTIONS:
+                case = Case(
+                    shape.layout,
+                    shape.page_bytes,
+                    shape.chunk_bytes,
+                    shape.chunk_count,
+                    setup.run_count,
+                    direction,
+                    method,
+                )
+                yield case, measure(setup, engine, direction, options.repeats)
             engine.close()
-            found.append({"page_bytes": page_kib << 10, "method": method, "slowdown": lost})
-            print(f"compute beside {method:8} {page_kib:5} KiB pages: {lost:+.1%}", flush=True)
         setup.close()
-    return found
 
 
-def slowdown(device: CudaDevice, setup: Setup, engine: CopyEngine, repeats: int) -> float:
-    """Time the compute kernel alone and beside copies in both directions, in alternation."""
+def run_beside_compute(
+    device: ComputeDevice, options: argparse.Namespace
+) -> Iterator[BesideCompute]:
+    """Let a compute kernel run beside copies of every page size, method and direction."""
+    for page_kib in options.pages:
+        page_bytes = page_kib << 10
+        chunk_bytes = max(page_kib, *options.chunks) << 10
+        setup = Setup(device, chunk_shape("hnd", page_bytes, chunk_bytes, options.mib << 20))
+        for method in device.methods():
+            engine = setup.engine(method)
+            for direction in DIRECTIONS:
+                rate, slowdown = beside_compute(device, setup, engine, direction, options.repeats)
+                yield BesideCompute(page_bytes, direction, method, rate, slowdown)
+            engine.close()
+        setup.close()
+
+
+def beside_compute(
+    device: ComputeDevice, setup: Setup, engine: CopyEngine, direction: str, repeats: int
+) -> tuple[float, float]:
+    """Time the compute kernel alone and beside copies, in alternation.
+
+    Returns the GB/s of the copies and the share of time that the kernel takes longer.
+    """
+    seconds: list[float] = []
 
     def copy() -> None:
-        wait(engine, submit(engine, setup, "both"))
+        started_at = perf_counter()
+        wait(engine, submit(engine, setup, direction))
+        seconds.append(perf_counter() - started_at)
 
     alone, beside = [], []
     for _ in range(repeats):
         alone.append(device.compute(lambda: None))
         beside.append(device.compute(copy))
-    return statistics.median(beside) / statistics.median(alone) - 1
+    rate = setup.copied_bytes(direction) / statistics.median(seconds) / 1e9
+    return rate, statistics.median(beside) / statistics.median(alone) - 1
 
 
-def plot(path: Path, rows: list[dict[str, object]]) -> None:
-    """Draw the share of a large copy over the page size, one panel per layout."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    layouts = sorted({str(row["layout"]) for row in rows})
-    figure, axes = plt.subplots(1, len(layouts), figsize=(5 * len(layouts), 4), squeeze=False)
-    for axis, layout in zip(axes[0], layouts, strict=True):
-        for method in sorted({str(row["method"]) for row in rows}):
-            for direction, style in (("offload", "-"), ("load", "--")):
-                wanted = (layout, method, direction)
-                points = sorted(
-                    (row["page_bytes"], row["share"])
-                    for row in rows
-                    if (row["layout"], row["method"], row["direction"]) == wanted
-                )
-                axis.plot(*zip(*points, strict=True), style, marker=".", label=" ".join(wanted[1:]))
-        axis.set(
-            xscale="log", title=layout, xlabel="bytes per page", ylabel="share of a large copy"
-        )
-        axis.legend(fontsize="x-small")
-    figure.tight_layout()
-    figure.savefig(path)
-
-
-def parse_options() -> argparse.Namespace:
-    """Read the command line."""
+def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line, or the arguments of a test."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", help="cpu or cuda:<index>")
     parser.add_argument("--quick", action="store_true", help="a few small cases")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--mib", type=int, default=256, help="bytes per case and direction")
     parser.add_argument("--pages", type=int, nargs="+", default=list(PAGES_KIB), help="in KiB")
-    parser.add_argument("--layouts", nargs="+", default=["hnd", "padded", "blocks"])
+    parser.add_argument("--chunks", type=int, nargs="+", default=list(CHUNKS_KIB), help="in KiB")
+    parser.add_argument(
+        "--runs", type=int, nargs="*", default=list(RUN_COUNTS), help="numbers of single pages"
+    )
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.quick:
-        options.pages, options.mib, options.repeats = [4, 64], 8, 3
+        options.pages, options.chunks, options.runs = [4, 64], [512], [1, 100]
+        options.mib, options.repeats = 8, 3
     return options
 
 
@@ -290,17 +333,28 @@ def main() -> None:
     print(json.dumps(machine))
     if isinstance(device, CpuDevice):
         print("no GPU: host engine (memmove) only; these figures say nothing about a bus")
-    print("layout  page KiB  direction  method    GB/s  large  share  us/chunk  us/page")
-    rows: list[dict[str, object]] = []
+    print("layout  page KiB  chunk KiB    runs  direction  method    GB/s  large  share", end="")
+    print("  us/chunk  us/run")
+    rows: list[dict[str, Any]] = []
     for case, figures in run_cases(device, options):
         rows.append(asdict(case) | asdict(figures))
         print(
-            f"{case.layout:7} {case.page_bytes >> 10:8}  {case.direction:9}  {case.method:8}"
+            f"{case.layout:7} {case.page_bytes >> 10:8} {case.chunk_bytes >> 10:10}"
+            f" {case.run_count:7}  {case.direction:9}  {case.method:8}"
             f"{figures.gb_per_s:6.2f} {figures.large_copy_gb_per_s:6.2f} {figures.share:6.0%}"
-            f" {figures.cpu_us_per_chunk:9.2f} {figures.cpu_us_per_page:8.3f}",
+            f" {figures.cpu_us_per_chunk:9.2f} {figures.cpu_us_per_run:7.3f}",
             flush=True,
         )
-    beside = measure_interference(device, options) if isinstance(device, CudaDevice) else []
+    beside: list[dict[str, Any]] = []
+    if isinstance(device, CudaDevice):
+        print("beside a compute kernel: page KiB  direction  method    GB/s  kernel slower by")
+        for found in run_beside_compute(device, options):
+            beside.append(asdict(found))
+            print(
+                f"{found.page_bytes >> 10:33}  {found.direction:9}  {found.method:8}"
+                f"{found.gb_per_s:6.2f} {found.slowdown:+17.1%}",
+                flush=True,
+            )
     if options.json:
         report = {"machine": machine, "copies": rows, "compute": beside}
         options.json.write_text(json.dumps(report, indent=1) + "\n")

@@ -45,6 +45,7 @@ extern "C" __global__ void compute(float* values, int rounds) {
 }
 """
 _COMPUTE_LAUNCHES = 20
+_DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 
 
 class Device(Protocol):
@@ -66,6 +67,13 @@ class Device(Protocol):
 
     def large_copy(self, direction: str, blocks: int, slots: int, size_bytes: int) -> float:
         """Return the seconds of one large copy (two at once for `both`)."""
+
+
+class ComputeDevice(Device, Protocol):
+    """A device that computes beside copies."""
+
+    def compute(self, beside: Callable[[], None]) -> float:
+        """Return the milliseconds of a kernel while `beside` is called again and again."""
 
 
 class CpuDevice:
@@ -109,8 +117,8 @@ class CudaDevice:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._index = int(name.removeprefix("cuda:"))
-        self._api = CupyApi(self._index, kernel_sms=GpuConfig().kernel_sms)
+        self.index = int(name.removeprefix("cuda:"))
+        self._api = CupyApi(self.index, kernel_sms=GpuConfig().kernel_sms)
         self._streams = [self._api.create_stream() for _ in range(2)]
         self._pinned_address = 0
         self._pinned_bytes = 0
@@ -127,7 +135,7 @@ class CudaDevice:
     def engine(self, method: str) -> CopyEngine:
         """Return an engine with thresholds that leave one method."""
         config = _METHODS[method]
-        api = CupyApi(self._index, kernel_sms=config.kernel_sms)
+        api = CupyApi(self.index, kernel_sms=config.kernel_sms)
         if method == "plain":
             api.has_batch = False
         return CudaCopyEngine(
@@ -179,6 +187,7 @@ class CudaDevice:
         kernel = cupy.RawKernel(_COMPUTE_KERNEL, "compute")
         stream = cupy.cuda.Stream(non_blocking=True)
         start, stop = cupy.cuda.Event(), cupy.cuda.Event()
+        kernel.compile()  # not between the events
         cupy.cuda.runtime.deviceSynchronize()
         with stream:
             start.record()
@@ -222,8 +231,10 @@ def facts(device: Device) -> dict[str, object]:
     if isinstance(device, CudaDevice):
         import cupy
 
-        properties = cupy.cuda.runtime.getDeviceProperties(0)
-        found["card"] = properties["name"].decode()
-        found["driver"] = cupy.cuda.runtime.driverGetVersion()
+        runtime = cupy.cuda.runtime
+        found["card"] = runtime.getDeviceProperties(device.index)["name"].decode()
+        found["driver"] = _DRIVER_VERSION.read_text().splitlines()[0]
+        found["driver_cuda"] = runtime.driverGetVersion()
+        found["runtime_cuda"] = runtime.runtimeGetVersion()
         found["cupy"] = cupy.__version__
     return found

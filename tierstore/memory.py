@@ -28,7 +28,7 @@ class HostPool:
     """
 
     def __init__(self, size_bytes: int, *, huge_pages: bool = False, hugetlb: bool = False) -> None:
-        """Map `size_bytes`, rounded up to whole pages.
+        """Map `size_bytes`, rounded up to whole pages: huge ones with `hugetlb`.
 
         `huge_pages` is a hint to the kernel; where it is not understood the pool is as good.
         `hugetlb` takes reserved huge pages; where too few are free, a warning says so, and the
@@ -42,9 +42,9 @@ class HostPool:
             raise ValueError(f"size_bytes: expected a positive size, got {size_bytes}")
         self._size_bytes = round_up(size_bytes, PAGE_BYTES)
         try:
-            mapping = (_map_reserved(self._size_bytes) if hugetlb else None) or mmap.mmap(
-                -1, self._size_bytes, _ANONYMOUS
-            )
+            mapping = _map_reserved(self._size_bytes) if hugetlb else None
+            if mapping is None:
+                mapping = mmap.mmap(-1, self._size_bytes, _ANONYMOUS)
         except (OSError, OverflowError) as error:
             raise MemoryError(
                 f"primary pool: cannot map {self._size_bytes} bytes of host memory ({error}); "
@@ -55,9 +55,8 @@ class HostPool:
                 mapping.madvise(mmap.MADV_HUGEPAGE)
             except (OSError, AttributeError) as error:
                 _logger.info("huge pages not available: cause=%s", error)
-        self._bytes: npt.NDArray[np.uint8] | None = np.frombuffer(
-            mapping, dtype=np.uint8, count=self._size_bytes
-        )
+        self._size_bytes = len(mapping)
+        self._bytes: npt.NDArray[np.uint8] | None = np.frombuffer(mapping, dtype=np.uint8)
         self._address = int(self._bytes.ctypes.data)
 
     @property

@@ -13,8 +13,10 @@ from cuda_engines import BATCHES, KERNELS, MEASURED, MIXED, RECTANGLES
 from tierstore.dma.cuda import CudaCopyEngine
 from tierstore.dma.cuda_api import DirectedRuns
 from tierstore.dma.kernel_table import ROW_BYTES, fill_table, table_at
+from tierstore.dma.lane import ENTRIES_MAX
 from tierstore.dma.pinning import PoolPinner
 from tierstore.dma.protocol import CopyId
+from tierstore.dma.trial import drop_failing_methods
 from tierstore.layout import PAGE_BYTES, ChunkOrder
 from tierstore.memory import HostPool
 from tierstore.metrics import Counters
@@ -180,6 +182,28 @@ def test_a_load_writes_after_the_step_that_uses_its_blocks(config, urgent) -> No
         engine.close()
 
 
+def test_more_copies_than_a_stream_holds_arrive_in_order() -> None:
+    api = make_api()
+    api.has_batch = False
+    memory = CudaMemory(np.repeat(ALL, PAGE_BYTES).astype(np.uint8))
+    with HostPool(BLOCK_COUNT * PAGE_BYTES) as pool:
+        engine = make_engine(api, BATCHES)
+        caches = make_caches(memory, [PAGE_BYTES], 0, ChunkOrder.LAYER_MAJOR)
+        engine.register(caches, 1, pool.address, pool.size_bytes)
+        for _ in range(20):  # longer than it takes to submit all
+            memory.compute(5)
+        count = 3 * ENTRIES_MAX
+        for copy_id in range(count):
+            block = copy_id % BLOCK_COUNT
+            engine.submit_offload(CopyId(copy_id), 0, np.array([[block]]), np.array([block]))
+        arrived: list[int] = []
+        while len(arrived) < count:
+            arrived += engine.poll()
+        assert arrived == list(range(count))
+        assert (pool.array == 5).all()
+        engine.close()
+
+
 @pytest.mark.parametrize("shift", [0, 1, 4, 8, 15])
 def test_the_kernel_copies_every_length_at_every_alignment(shift) -> None:
     api = make_api()
@@ -201,6 +225,14 @@ def test_the_kernel_copies_every_length_at_every_alignment(shift) -> None:
     assert np.array_equal(memory.read(), expected)
     api.destroy_stream(stream)
     api.free_host(host)
+
+
+def test_the_device_does_all_methods_right() -> None:
+    api = make_api()
+    has_batch = api.has_batch  # an old driver has none
+    drop_failing_methods(api)
+    assert api.has_kernel
+    assert api.has_batch == has_batch
 
 
 def test_pinning_and_capturing_a_graph_do_not_disturb_each_other() -> None:

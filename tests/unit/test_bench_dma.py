@@ -1,15 +1,23 @@
+import copy
+import itertools
 import json
 import os
 import subprocess
 import sys
 
+import bench_dma
+import dma_devices
+import pytest
+from dma_devices import CpuDevice, CudaDevice
 from source_tree import ROOT
+
+from tierstore.testing.fake_cuda import FakeCuda
 
 
 def test_the_copy_benchmark_runs_without_a_gpu_and_says_so(tmp_path) -> None:
     report = tmp_path / "report.json"
     command = [sys.executable, ROOT / "scripts" / "bench_dma.py", "--device", "cpu"]
-    tiny = ["--pages", "4", "--mib", "1", "--repeats", "1", "--layouts", "hnd", "padded", "blocks"]
+    tiny = ["--pages", "4", "64", "--chunks", "64", "--mib", "1", "--repeats", "1"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [*command, *tiny, "--json", report],
@@ -21,7 +29,85 @@ def test_the_copy_benchmark_runs_without_a_gpu_and_says_so(tmp_path) -> None:
     assert "no GPU" in done.stdout
     found = json.loads(report.read_text())
     assert found["machine"]["commit"]
-    cases = {(row["layout"], row["direction"]) for row in found["copies"]}
-    layouts, directions = ("hnd", "padded", "blocks"), ("offload", "load", "both")
-    assert cases == {(layout, direction) for layout in layouts for direction in directions}
+    cases = {(row["layout"], row["page_bytes"], row["direction"]) for row in found["copies"]}
+    layouts, directions = ("hnd", "padded", "blocks", "single"), ("offload", "load", "both")
+    assert cases == set(itertools.product(layouts, (4 << 10, 64 << 10), directions))
+    single = [row for row in found["copies"] if row["layout"] == "single"]
+    assert {row["chunk_count"] for row in single} == {1, 10, 100}  # more are more than 1 MiB
     assert all(row["gb_per_s"] > 0 and row["large_copy_gb_per_s"] > 0 for row in found["copies"])
+
+
+SIZES_KIB = [
+    (page, chunk)
+    for page, chunk in itertools.product(bench_dma.PAGES_KIB, bench_dma.CHUNKS_KIB)
+    if page <= chunk
+]
+
+
+@pytest.mark.parametrize("layout", bench_dma.LAYOUTS)
+@pytest.mark.parametrize(("page_kib", "chunk_kib"), SIZES_KIB)
+def test_chunks_have_the_size_and_the_runs_that_were_asked_for(layout, page_kib, chunk_kib) -> None:
+    shape = bench_dma.chunk_shape(layout, page_kib << 10, chunk_kib << 10, 16 << 20)
+    assert shape.chunk_bytes == chunk_kib << 10
+    assert shape.layer_count <= bench_dma.LAYER_COUNT
+    assert shape.chunk_count * shape.chunk_bytes <= 16 << 20
+    setup = bench_dma.Setup(CpuDevice(), shape)
+    runs_per_chunk = shape.blocks_per_chunk * (1 if layout == "blocks" else shape.layer_count)
+    assert setup.run_count in range(shape.chunk_count * runs_per_chunk // 2, 10_001)
+    setup.close()
+
+
+def gpu_over_fake(monkeypatch) -> CudaDevice:
+    """The GPU of the benchmark over a fake CUDA, which several engines share."""
+    fake = FakeCuda()
+    monkeypatch.setattr(dma_devices, "CupyApi", lambda *_, **__: copy.copy(fake))
+    fake.use_device()
+    return CudaDevice("cuda:0")
+
+
+def test_every_method_is_forced_on_a_gpu_and_every_copy_arrives(monkeypatch) -> None:
+    device = gpu_over_fake(monkeypatch)
+    tiny = ["--pages", "4", "--chunks", "64", "--runs", "1", "3", "--mib", "1", "--repeats", "1"]
+    found = list(bench_dma.run_cases(device, bench_dma.parse_options(tiny)))
+    methods = {"chosen", "plain", "batch", "pitched", "kernel"}
+    assert {case.method for case, _ in found} == methods
+    assert {case.run_count for case, _ in found if case.layout == "single"} == {1, 3}
+    assert all(figures.share > 0 and figures.cpu_us_per_run > 0 for _, figures in found)
+
+
+def test_the_kernels_loss_beside_copies_is_told(monkeypatch) -> None:
+    device = gpu_over_fake(monkeypatch)
+
+    def compute(beside) -> float:
+        before = len(device._api.calls)
+        beside()
+        return 3.0 if len(device._api.calls) > before else 2.0
+
+    monkeypatch.setattr(device, "compute", compute)
+    tiny = ["--pages", "4", "--chunks", "64", "--mib", "1", "--repeats", "1"]
+    found = list(bench_dma.run_beside_compute(device, bench_dma.parse_options(tiny)))
+    assert {row.direction for row in found} == set(bench_dma.DIRECTIONS)
+    assert {row.slowdown for row in found} == {0.5}
+    assert all(row.gb_per_s > 0 for row in found)
+
+
+def test_shares_are_drawn(tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    from _dma_plot import plot
+
+    rows = [
+        {
+            "layout": layout,
+            "page_bytes": page,
+            "chunk_bytes": 8 * page,
+            "run_count": page,
+            "direction": direction,
+            "method": "batch",
+            "share": 0.5,
+        }
+        for layout in ("hnd", "single")
+        for page in (4096, 8192)
+        for direction in bench_dma.DIRECTIONS
+    ]
+    plot(tmp_path / "dma.png", rows)
+    assert (tmp_path / "dma.png").stat().st_size > 0

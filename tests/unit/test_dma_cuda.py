@@ -31,6 +31,7 @@ class Setup:
         self.engine = make_engine(self.api, config, pinned=pinned)
         caches = make_caches(self.memory, [PAGE] * LAYERS, 0, ChunkOrder.LAYER_MAJOR)
         self.engine.register(caches, 1, self.pool.address, self.pool.size_bytes)
+        self.api.calls.clear()
 
     def fill(self, block: int, value: int) -> None:
         self.memory._bytes.reshape(LAYERS, BLOCK_COUNT, PAGE)[:, block] = value

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore.dma.kernel_source import KERNEL_NAME, KERNEL_SOURCE
+from tierstore.dma.kernel_source import KERNEL_NAME, KERNEL_SOURCE, THREADS_PER_BLOCK
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
@@ -22,6 +22,7 @@ static Index threadIdx, blockIdx, blockDim, gridDim;
 struct uint4 { uint32_t x, y, z, w; };
 static int unaligned = 0;
 #define __global__
+#define __launch_bounds__(threads)
 #define __restrict__ __restrict
 """
 EPILOGUE = f"""
@@ -89,3 +90,7 @@ def test_every_byte_of_every_run_is_copied_and_no_other(launch, runs, blocks, th
         start += length
     launch(blocks, threads, table.ctypes.data, len(runs), parts)
     assert np.array_equal(target, expected)
+
+
+def test_the_compiler_is_told_how_many_threads_share_the_registers() -> None:
+    assert f"__launch_bounds__({THREADS_PER_BLOCK}) {KERNEL_NAME}(" in KERNEL_SOURCE

@@ -1,6 +1,7 @@
 """Pinning in the background: order, growth, refusal, graph capture, and what is left at the end."""
 
 from collections import deque
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -146,3 +147,28 @@ def test_prefault_and_placement_change_no_byte(pool) -> None:
     assert not bind_to_node(pool.address, pool.size_bytes, 4000)
     assert (pool.array[:100] == 5).all()
     assert (pool.array[100:] == 0).all()
+
+
+def flags_of(address: int) -> list[str]:
+    """Return the kernel's flags of the mapping that holds an address."""
+    here = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        bounds = line.split(" ")[0]
+        if "-" in bounds and not line.endswith("kB"):
+            start, stop = (int(bound, 16) for bound in bounds.split("-"))
+            here = start <= address < stop
+        elif here and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    return []
+
+
+def test_a_fork_shares_no_page_that_the_device_writes_to(pool) -> None:
+    """Or the parent's next write would move it to a copy, and the device would write to the old."""
+    tasks = Tasks()
+    pinner = make_pinner(FakeCuda(), pool)
+    assert "dc" not in flags_of(pool.address)
+    pinner.open(tasks.spawn)
+    tasks.run()
+    assert "dc" in flags_of(pool.address)
+    assert "dc" in flags_of(pool.address + SIZE - 1)
+    pinner.close()

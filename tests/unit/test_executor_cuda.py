@@ -1,22 +1,31 @@
 """The executor over the CUDA engine: each command is answered, with its bytes or a failure."""
 
+import itertools
+import threading
+import time
+
 import numpy as np
 import pytest
 from cuda_engines import BATCHES, make_engine
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tierstore.backend.opening import open_backend
 from tierstore.clock import MonotonicClock
 from tierstore.config import load_config
-from tierstore.errors import LayoutError
+from tierstore.dma.cuda import CudaCopyEngine
+from tierstore.errors import DeviceError, LayoutError
 from tierstore.executor import TransferExecutor
+from tierstore.executor import executor as executor_module
+from tierstore.key import Namespace, make_offload_keys
 from tierstore.layout import PAGE_BYTES, CanonicalKVCaches, ChunkOrder
 from tierstore.manifest import Manifest
 from tierstore.memory import HostPool
 from tierstore.metrics import Counters
+from tierstore.record import PLACE_DTYPE
 from tierstore.testing.copy_conformance import BLOCK_COUNT, make_caches
 from tierstore.testing.fake_cuda import FakeCuda, FakeDeviceMemory
-from tierstore.transfer import FailureReason, JobId, Load, LoadPart, Offload
+from tierstore.transfer import FailureReason, JobId, Load, LoadPart, Offload, Place, Promote
 
 PAGE = 512
 
@@ -114,3 +123,112 @@ def test_a_device_without_an_engine_is_refused_by_name() -> None:
             caches=caches,
             counters=Counters(),
         )
+
+
+class OpenedOnFake:
+    """`TransferExecutor.open` on a fake GPU, whose pool is pinned by the executor's threads."""
+
+    def __init__(self, monkeypatch, *, page: int = PAGE) -> None:
+        self.page = page
+        self.api = FakeCuda()
+        self.memory = FakeDeviceMemory(self.api, np.zeros(BLOCK_COUNT * page, np.uint8))
+        monkeypatch.setattr(executor_module, "open_copy_engine", self._open_engine)
+
+    def _open_engine(self, device, config, *, counters, spawn, compute_stream):
+        return CudaCopyEngine(
+            self.api,
+            device=device,
+            config=config,
+            counters=counters,
+            spawn=spawn,
+            compute_stream=compute_stream,
+        )
+
+    def open(self, open_backend) -> TransferExecutor:
+        tier = {"name": "disk", "backend": "file", "path": "unused", "capacity": "64MiB"}
+        tier["io"] = {"threads": 1}
+        return TransferExecutor.open(
+            load_config({"version": 1, "primary": {"capacity": "16MiB"}, "secondary": [tier]}),
+            Manifest.simple("m", self.page),
+            rank=0,
+            rank_count=1,
+            caches=make_caches(self.memory, [self.page], 0, ChunkOrder.LAYER_MAJOR),
+            counters=Counters(),
+            open_backend=open_backend,
+        )
+
+    def is_idle(self) -> bool:
+        self.api.free_device(self.memory.address)
+        threads = [thread.name for thread in threading.enumerate()]
+        return self.api.resource_count == 0 and "tierstore-pin-0" not in threads
+
+
+def test_an_executor_that_cannot_open_unpins_its_pool_and_gives_the_gpu_back(monkeypatch) -> None:
+    def broken(*_, **__):
+        raise RuntimeError("a plug-in's bug")
+
+    fake = OpenedOnFake(monkeypatch)
+    with pytest.raises(RuntimeError, match="plug-in"):
+        fake.open(broken)
+    assert fake.is_idle()
+
+
+def test_a_gpu_that_refuses_streams_leaves_no_thread_behind(monkeypatch) -> None:
+    fake = OpenedOnFake(monkeypatch)
+    monkeypatch.setattr(fake.api, "create_stream", refuse)
+    with pytest.raises(DeviceError):
+        fake.open(open_backend)
+    assert fake.is_idle()
+
+
+def refuse() -> None:
+    raise DeviceError("cudaStreamCreate: refused")
+
+
+class SteppedBackend:
+    """Fills slots with 1, 2, ...; each read but the first waits for a go of its own."""
+
+    def __init__(self) -> None:
+        self.goes = threading.Semaphore(1)
+        self._reads = itertools.count(1)
+
+    def read(self, records):
+        assert self.goes.acquire(timeout=10)
+        (record,) = records
+        record.slot[:] = bytes([next(self._reads)]) * len(record.slot)
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_chunk_is_on_the_gpu_before_the_next_is_read(monkeypatch) -> None:
+    """The read of chunk i + 1 waits until a test saw chunk i in its block: they overlap."""
+    page, count = 4 << 20, 4  # each a batch of its own
+    fake, backend = OpenedOnFake(monkeypatch, page=page), SteppedBackend()
+    executor = fake.open(lambda *_, **__: backend)
+    slots = np.arange(count) * page // PAGE_BYTES
+    places = np.zeros(count, PLACE_DTYPE)
+    places["header_page"] = np.arange(count)
+    promote = Promote(
+        tier_idx=0,
+        group_idx=0,
+        keys=tuple(
+            make_offload_keys(Namespace(b"n" * 8), 0, [bytes([i]) * 32 for i in range(count)])
+        ),
+        places=tuple(Place(place.tobytes()) for place in places),
+        slots=slots,
+    )
+    block_ids = np.array([7, 2, 9, 4])
+    part = LoadPart(group_idx=0, block_ids=block_ids[:, None], slots=slots)
+    executor.submit([Load(job_id=JobId(1), parts=(part,), promotes=(promote,))])
+    blocks = fake.memory._bytes.reshape(BLOCK_COUNT, page)
+    until = time.monotonic() + 10
+    for number, block in enumerate(block_ids.tolist(), start=1):
+        while not (blocks[block] == number).all():
+            answered = executor.poll()
+            assert answered == [] or number == count
+            assert time.monotonic() < until
+        backend.goes.release()
+    executor.close()
+    assert fake.is_idle()

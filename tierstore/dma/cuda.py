@@ -34,6 +34,7 @@ from tierstore.dma.methods import (
 from tierstore.dma.pinning import PoolPinner, Spawn
 from tierstore.dma.protocol import ComputeMark, CopyId
 from tierstore.dma.runs import GroupAddressing
+from tierstore.dma.trial import drop_failing_methods
 from tierstore.errors import DeviceError, LayoutError
 from tierstore.layout import CanonicalKVCaches
 from tierstore.metrics import Counters
@@ -103,7 +104,7 @@ class CudaCopyEngine:
     def register(
         self, caches: CanonicalKVCaches, blocks_per_chunk: int, pool_address: int, pool_bytes: int
     ) -> None:
-        """Learn the regions, measure thresholds, take streams, start to pin the pool.
+        """Learn the regions, try and measure the methods, take streams, start to pin the pool.
 
         Raises:
             LayoutError: the caches are on another device.
@@ -123,6 +124,7 @@ class CudaCopyEngine:
         }
         pinned_bytes = pool_bytes if self._spawn is not None else 0
         self._pinner = PoolPinner(self._api, pool_address, pinned_bytes, self._counters)
+        drop_failing_methods(self._api)
         self._selector = MethodSelector(
             _thresholds(self._api, self._config),
             RegionBorders(_device_borders(self._api, caches), self._pinner.borders),

@@ -1,7 +1,9 @@
 """CUDA through CuPy, and through the driver where CuPy has no name for a call.
 
-The one module that imports cupy, when `CupyApi` is built. CuPy links its own CUDA runtime; streams,
-events and addresses belong to the device's primary context, so those of torch are as good here.
+The one module that imports cupy, when `CupyApi` is built. Streams, events and addresses belong to
+the device's primary context, so those of torch are as good here. CuPy's wheels have a CUDA runtime
+of their own, other builds share torch's. What is left there as a thread's last error torch would
+take for its own: CuPy's calls clear it, but for the one that asks events, so the driver is asked.
 Exceptions of CuPy become `DeviceError` here and nowhere else.
 """
 
@@ -17,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from tierstore.dma.cuda_api import AddressRange, DirectedRuns, Event, Rectangles, Stream
-from tierstore.dma.kernel_source import KERNEL_NAME, KERNEL_SOURCE
+from tierstore.dma.kernel_source import KERNEL_NAME, KERNEL_SOURCE, THREADS_PER_BLOCK
 from tierstore.errors import DeviceBusyError, DeviceError, MissingExtraError
 from tierstore.transfer import IntArray
 
@@ -36,8 +38,7 @@ _ATTRIBUTE_HOST_POINTER_FOR_REGISTERED_MEMORY = 91
 _SOURCE_ORDER_STREAM, _SOURCE_ORDER_ANY = 1, 3
 _FLAG_OVERLAP_WITH_COMPUTE = 1
 
-_THREADS_PER_BLOCK = 1024
-_WARPS_PER_BLOCK = 32
+_WARPS_PER_BLOCK = THREADS_PER_BLOCK // 32
 _PARTS_MAX = 16
 
 _OVERLAP_BYTES_MAX = 128 << 10
@@ -83,7 +84,9 @@ class CupyApi:
         self._device_index = device_index
         self._kernel_sms = kernel_sms
         self._streams: dict[int, Any] = {}
-        self._driver = _load_driver()
+        self._driver = _load_driver(ctypes.CDLL)
+        # Keeps the interpreter: to release it for a question that does not wait costs more.
+        self._quick_driver = _load_driver(ctypes.PyDLL)
         self.has_batch = False
         self.has_kernel = False
         self.use_device()
@@ -146,11 +149,13 @@ class CupyApi:
             self._runtime.streamWaitEvent(stream, event)
 
     def is_complete(self, event: Event) -> bool:
-        """Ask an event."""
-        status = int(self._runtime.eventQuery(event))  # CuPy returns the status and does not raise
-        if status not in (_SUCCESS, _NOT_READY):
-            raise DeviceError(f"cudaEventQuery: error {status}")
-        return status == _SUCCESS
+        """Ask an event; it is not complete while a graph is captured that forbids to ask."""
+        status = int(self._quick_driver.cuEventQuery(ctypes.c_void_p(event)))
+        if status == _SUCCESS:
+            return True
+        if status == _NOT_READY or status in _CAPTURE_ERRORS:
+            return False
+        raise DeviceError(f"cuEventQuery: CUresult {status}")
 
     def copy_each(self, runs: DirectedRuns, stream: Stream) -> None:
         """Enqueue one `cudaMemcpyAsync` per run."""
@@ -220,7 +225,7 @@ class CupyApi:
             np.int64(parts),
         )
         with self._translated("cuLaunchKernel"), self._streams[stream]:
-            self._kernel((blocks,), (_THREADS_PER_BLOCK,), arguments)
+            self._kernel((blocks,), (THREADS_PER_BLOCK,), arguments)
 
     def alloc_host(self, size_bytes: int) -> int:
         """Allocate pinned, mapped host memory."""
@@ -308,14 +313,14 @@ class CupyApi:
             raise DeviceError(f"{call}: {error}") from error
 
 
-def _load_driver() -> ctypes.CDLL:
+def _load_driver(kind: type[ctypes.CDLL]) -> ctypes.CDLL:
     """Open the driver's library, which has one name for each version of a signature.
 
     The runtime's `cudaMemcpyBatchAsync` lost an argument between CUDA 12.8 and 13 without changing
     its name; the driver's `cuMemcpyBatchAsync` is the one of 12.8 for good (13 adds a `_v2`).
     """
     try:
-        driver = ctypes.CDLL("libcuda.so.1")
+        driver = kind("libcuda.so.1")
     except OSError as error:
         raise DeviceError(f"no NVIDIA driver: {error}") from error
     return driver

@@ -1,13 +1,14 @@
-"""Where and when the kernel puts the pool's pages: two calls that Python does not wrap."""
+"""Where, when and for whom the kernel keeps the pool's pages: calls that Python does not wrap."""
 
 import ctypes
 import logging
 import platform
 
-__all__ = ["bind_to_node", "prefault"]
+__all__ = ["bind_to_node", "keep_from_children", "prefault"]
 
 _logger = logging.getLogger(__name__)
 
+_MADV_DONTFORK = 10
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _MPOL_PREFERRED = 1
 _MBIND = {"x86_64": 237, "aarch64": 235}
@@ -44,6 +45,18 @@ def bind_to_node(address: int, size_bytes: int, node: int) -> bool:
     )
     if done != 0:
         _logger.info("NUMA placement refused: node=%d errno=%d", node, ctypes.get_errno())
+    return int(done) == 0
+
+
+def keep_from_children(address: int, size_bytes: int) -> bool:
+    """Leave a page-aligned range out of processes forked from this one.
+
+    A page that is shared after a fork moves when its owner writes to it, but a device goes on to
+    read and write where the page was when it was pinned. False: the kernel refused.
+    """
+    done = _libc().madvise(address, size_bytes, _MADV_DONTFORK)
+    if done != 0:
+        _logger.warning("do not fork: pinned memory is shared, errno=%d", ctypes.get_errno())
     return int(done) == 0
 
 

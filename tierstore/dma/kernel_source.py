@@ -8,12 +8,16 @@ and source are equally misaligned, a head of less than 16 bytes, 16-byte accesse
 they are not, single bytes. Four accesses per thread are in flight: the bus is far away.
 """
 
-__all__ = ["KERNEL_NAME", "KERNEL_SOURCE"]
+__all__ = ["KERNEL_NAME", "KERNEL_SOURCE", "THREADS_PER_BLOCK"]
 
 KERNEL_NAME = "tierstore_copy_runs"
 
+THREADS_PER_BLOCK = 1024
+"""The source says so too: else the compiler might give a thread so many registers that no block of
+this size can start."""
+
 KERNEL_SOURCE = r"""
-extern "C" __global__ void tierstore_copy_runs(
+extern "C" __global__ void __launch_bounds__(1024) tierstore_copy_runs(
     const long long* __restrict__ table, const long long run_count, const long long parts)
 {
     const int lane = threadIdx.x & 31;

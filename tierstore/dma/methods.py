@@ -42,6 +42,10 @@ _ROWS_MIN = 4
 """A rectangle with fewer rows saves too few calls to be looked for."""
 
 
+_END = np.iinfo(np.int64).max
+"""The border behind all others: above every address."""
+
+
 class CopyDirection(Enum):
     """Which way the bytes go."""
 
@@ -92,8 +96,8 @@ class RegionBorders:
     """
 
     def __init__(self, device_borders: list[int], pool_borders: list[int]) -> None:
-        self._device = np.array(sorted(set(device_borders)), dtype=np.int64)
-        self._pool = np.array(sorted(set(pool_borders)), dtype=np.int64)
+        self._device = np.array([*sorted(set(device_borders)), _END], dtype=np.int64)
+        self._pool = np.array([*sorted(set(pool_borders)), _END], dtype=np.int64)
 
     def cut(self, runs: CopyRuns) -> CopyRuns:
         """Cut the runs that cross a border. O(runs * log(borders)); crossings are rare."""
@@ -130,8 +134,7 @@ class RegionBorders:
 
 def _room(borders: IntArray, addresses: IntArray) -> IntArray:
     """Return the bytes from each address to the next border."""
-    ends = np.append(borders, np.iinfo(np.int64).max)
-    room: IntArray = ends[np.searchsorted(borders, addresses, side="right")] - addresses
+    room: IntArray = borders[np.searchsorted(borders, addresses, side="right")] - addresses
     return room
 
 

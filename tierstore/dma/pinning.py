@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from tierstore.clock import Clock, MonotonicClock
 from tierstore.dma.cuda_api import CudaApi
-from tierstore.dma.host_memory import bind_to_node, prefault
+from tierstore.dma.host_memory import bind_to_node, keep_from_children, prefault
 from tierstore.errors import DeviceBusyError, DeviceError
 from tierstore.layout import PAGE_BYTES, round_up
 from tierstore.metrics import Counters, Metric
@@ -80,8 +80,11 @@ class PoolPinner:
 
     def open(self, spawn: Spawn) -> None:
         """Start to pin in the background, next to the device where the kernel allows it."""
+        if not self._size_bytes:
+            return
+        keep_from_children(self._address, self._size_bytes)
         node = self._api.numa_node()
-        if node is not None and self._size_bytes:
+        if node is not None:
             bind_to_node(self._address, self._size_bytes, node)
         self._spawn = spawn
         self._start_tasks()

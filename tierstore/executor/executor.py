@@ -4,6 +4,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import partial
 from typing import Self
 
@@ -111,30 +112,28 @@ class TransferExecutor:
             hugetlb=config.primary.hugetlb,
         )
         engine = pin_threads = None
-        if caches is not None:
-            if is_cuda(caches.device) and config.primary.pinned == "auto":
-                pin_threads = IoPool(PIN_TASKS, "tierstore-pin")
-            engine = open_copy_engine(
-                caches.device,
-                config.gpu,
-                counters=counters,
-                spawn=None if pin_threads is None else pin_threads.submit_read,
-                compute_stream=compute_stream,
-            )
-            engine.register(caches, manifest.blocks_per_chunk, pool.address, pool.size_bytes)
-            if pin_threads is not None:
-                pin_threads.open()
         tiers: list[TierIo] = []
-        try:
-            tiers.extend(
-                TierIo(tier, manifest, open_backend, rank=rank, rank_count=rank_count)
-                for tier in config.secondary
-            )
-        except BaseException:  # of a plug-in, or no more threads: those that run must end
-            for opened in tiers:
-                opened.pool.close(_CLOSE_TIMEOUT_SECONDS)
-                opened.backend.close()
-            raise
+        with ExitStack() as undo:
+            if caches is not None:
+                if is_cuda(caches.device) and config.primary.pinned == "auto":
+                    pin_threads = IoPool(PIN_TASKS, "tierstore-pin")
+                    undo.callback(pin_threads.close, _CLOSE_TIMEOUT_SECONDS)
+                    pin_threads.open()
+                engine = open_copy_engine(
+                    caches.device,
+                    config.gpu,
+                    counters=counters,
+                    spawn=None if pin_threads is None else pin_threads.submit_read,
+                    compute_stream=compute_stream,
+                )
+                undo.callback(engine.close)
+                engine.register(caches, manifest.blocks_per_chunk, pool.address, pool.size_bytes)
+            for tier in config.secondary:
+                opened = TierIo(tier, manifest, open_backend, rank=rank, rank_count=rank_count)
+                undo.callback(opened.backend.close)
+                undo.callback(opened.pool.close, _CLOSE_TIMEOUT_SECONDS)
+                tiers.append(opened)
+            undo.pop_all()
         return cls(
             manifest=manifest,
             pool=pool,

@@ -72,9 +72,17 @@ class HostMemory:
 
 
 def make_caches(
-    memory: DeviceMemory, pages: list[int], gap: int, order: ChunkOrder
+    memory: DeviceMemory,
+    pages: list[int],
+    gap: int,
+    order: ChunkOrder,
+    *,
+    blocks_outside: bool = False,
 ) -> CanonicalKVCaches:
-    """Lay layers out one after the other, each page of `pages[layer]` followed by `gap` bytes."""
+    """Lay layers out one after the other, each page of `pages[layer]` followed by `gap` bytes.
+
+    With `blocks_outside` all pages of a block lie together instead, and then those of the next.
+    """
     tensors = []
     address = memory.address
     for page in pages:
@@ -82,12 +90,12 @@ def make_caches(
             CanonicalKVCacheTensor(
                 address=address,
                 block_count=BLOCK_COUNT,
-                block_stride_bytes=page + gap,
+                block_stride_bytes=sum(pages) + len(pages) * gap if blocks_outside else page + gap,
                 page_bytes=page,
                 owner=memory,
             )
         )
-        address += BLOCK_COUNT * (page + gap)
+        address += (page + gap) * (1 if blocks_outside else BLOCK_COUNT)
     refs = tuple(CanonicalKVCacheRef(layer_name=str(i), tensor_idx=i) for i in range(len(pages)))
     return CanonicalKVCaches(
         tensors=tuple(tensors), group_refs=(refs,), chunk_order=order, device=memory.device
@@ -113,14 +121,17 @@ class CopyConformance(ABC):
         pages=st.lists(st.sampled_from([64, 192, 4096]), min_size=1, max_size=3),
         gap=st.sampled_from([0, 32]),
         order=st.sampled_from(ChunkOrder),
+        blocks_outside=st.booleans(),
         blocks_per_chunk=st.integers(1, 3),
         data=st.data(),
     )
     def test_a_round_trip_restores_live_bytes_and_no_others(
         self,
+        *,
         pages: list[int],
         gap: int,
         order: ChunkOrder,
+        blocks_outside: bool,
         blocks_per_chunk: int,
         data: st.DataObject,
     ) -> None:
@@ -129,7 +140,7 @@ class CopyConformance(ABC):
         size = BLOCK_COUNT * sum(page + gap for page in pages)
         before = random.integers(0, 256, size, np.uint8)
         memory = self.make_memory(before)
-        caches = make_caches(memory, pages, gap, order)
+        caches = make_caches(memory, pages, gap, order, blocks_outside=blocks_outside)
         slot_pages = round_up(sum(pages) * blocks_per_chunk, PAGE_BYTES) // PAGE_BYTES
         chunk_count = data.draw(st.integers(1, min(SLOT_COUNT, BLOCK_COUNT // blocks_per_chunk)))
         block_ids = random.permutation(BLOCK_COUNT)[: chunk_count * blocks_per_chunk]
