@@ -22,6 +22,7 @@ from tierstore.planner import (
     Progress,
     StateBlock,
 )
+from tierstore.planner.planner import WAIT_SECONDS_MAX
 from tierstore.tier.reservation import ChunkState
 from tierstore.transfer import FailureReason, Load, Offload, TransferDone
 
@@ -67,6 +68,17 @@ class Request:
             self.hashes.append(b"hashed: " + self.tokens[:end])
 
 
+class AskedClock:
+    """Goes on with each question."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def seconds(self):
+        self.now += WAIT_SECONDS_MAX / 32
+        return self.now
+
+
 class SmallEngine:
     def __init__(self, block_count):
         self.stack = ReferenceStack()
@@ -77,6 +89,7 @@ class SmallEngine:
             self.stack,
             hash_tokens=HASH_TOKENS,
             counters=Counters(),
+            clock=AskedClock(),
         )
         self.free = list(range(1, block_count + 1))
         self.block_count = block_count

@@ -20,11 +20,21 @@ from tierstore.planner import (
     StateBlock,
 )
 from tierstore.planner.offload import OFFLOAD_COUNT_MAX
-from tierstore.planner.planner import IDLE_STEP_COUNT_MAX, WAIT_COUNT_MAX
+from tierstore.planner.planner import IDLE_STEP_COUNT_MAX, WAIT_SECONDS_MAX
 from tierstore.transfer import TransferDone
 
 
-def open_planner(kind=GroupKind.FULL, *, chunk_count=8, alignment_tokens=4, draft_groups=()):
+class StandingClock:
+    def __init__(self):
+        self.now = 100.0
+
+    def seconds(self):
+        return self.now
+
+
+def open_planner(
+    kind=GroupKind.FULL, *, chunk_count=8, alignment_tokens=4, draft_groups=(), clock=None
+):
     """One request `r` of one group: blocks of 4 tokens, a chunk each; block i + 1 is chunk i's."""
     spec = GroupSpec(
         group_idx=0,
@@ -40,6 +50,7 @@ def open_planner(kind=GroupKind.FULL, *, chunk_count=8, alignment_tokens=4, draf
         ReferenceStack(),
         hash_tokens=4,
         counters=Counters(),
+        clock=clock or StandingClock(),
         alignment_tokens=alignment_tokens,
         draft_groups=draft_groups,
     )
@@ -131,11 +142,29 @@ def test_an_offload_that_failed_without_saying_where_publishes_nothing():
     assert planner.match("r", 0, 9) == PrefixAnswer(8)
 
 
-def test_a_request_asks_again_a_limited_number_of_times():
-    planner = open_planner()
+def test_a_request_waits_for_chunks_that_arrive_however_often_it_asks_but_not_for_ever():
+    clock = StandingClock()
+    planner = open_planner(clock=clock)
     assert offloads(planner, progress=[Progress("r", 0, 8)])
-    answers = [planner.match("r", 0, 9) for _ in range(WAIT_COUNT_MAX + 1)]
-    assert answers == [*[PrefixAnswer(0, ask_again=True)] * WAIT_COUNT_MAX, PrefixAnswer(0)]
+    waits = PrefixAnswer(0, ask_again=True)
+    assert [planner.match("r", 0, 9) for _ in range(1000)] == [waits] * 1000
+    clock.now += WAIT_SECONDS_MAX * 0.99
+    assert planner.match("r", 0, 9) == waits
+    clock.now += WAIT_SECONDS_MAX * 0.02
+    assert planner.match("r", 0, 9) == PrefixAnswer(0)
+    assert planner.match("r", 0, 9) == PrefixAnswer(0)
+
+
+def test_a_request_whose_wait_was_over_can_wait_anew():
+    clock = StandingClock()
+    planner = open_planner(clock=clock)
+    waits = PrefixAnswer(0, ask_again=True)
+    for first, stop in ((0, 4), (4, 8)):
+        (offload,) = offloads(planner, progress=[Progress("r", first, stop)])
+        assert planner.match("r", 0, 9) == waits
+        planner.complete(TransferDone(job_id=offload.job_id))
+        assert planner.match("r", 0, 9) == PrefixAnswer(stop)
+        clock.now += 2 * WAIT_SECONDS_MAX
 
 
 def test_an_idle_engine_is_let_go_although_an_answer_never_comes():

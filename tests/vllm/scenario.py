@@ -22,6 +22,8 @@ _SHARED_TOKENS = 200
 _VARIED_LENGTH = 320
 _VARIED_AT = (3, 160, 315)
 _MORE_TOKENS = 40
+_CROWD_SHARED_TOKENS = 300
+_CROWD_LENGTH = 530
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,16 @@ class Scenario:
         """What a user says after the answers to the first prompts."""
         return [self._tokens(f"more-{i}", _MORE_TOKENS) for i in range(len(self.first))]
 
+    @property
+    def crowd(self) -> list[list[int]]:
+        """Prompts that begin like first ones; with 64 tokens of answer they outgrow any block."""
+        return [
+            prompt[:_CROWD_SHARED_TOKENS]
+            + self._tokens(f"crowd-{i}", _CROWD_LENGTH - _CROWD_SHARED_TOKENS)
+            for i, prompt in enumerate(self.first)
+            if len(prompt) >= _CROWD_SHARED_TOKENS
+        ]
+
     def expected_first(self) -> list[int]:
         """Cached tokens of the first prompts once they were computed: all but the last token's."""
         return [self._aligned(len(prompt) - 1) for prompt in self.first]
@@ -62,6 +74,10 @@ class Scenario:
     def expected_varied(self) -> list[int]:
         """Cached tokens of the varied prompts: nothing past the difference."""
         return [self._aligned(at) for at in _VARIED_AT]
+
+    def expected_crowd(self) -> list[int]:
+        """Cached tokens of the crowd once the first prompts were computed."""
+        return [self._aligned(_CROWD_SHARED_TOKENS)] * len(self.crowd)
 
     def expected_second_turn(self) -> list[int]:
         """Cached tokens of the second turn: the answer's last token was never computed."""

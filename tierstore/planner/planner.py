@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from tierstore.clock import Clock
 from tierstore.key import Namespace
 from tierstore.layout import GroupKind, GroupSpec
 from tierstore.manifest import Manifest
@@ -22,15 +23,19 @@ from tierstore.transfer import Command, JobId, StepPlan, TransferDone
 
 __all__ = [
     "IDLE_STEP_COUNT_MAX",
-    "WAIT_COUNT_MAX",
+    "WAIT_SECONDS_MAX",
     "OffloadPlanner",
     "PrefixAnswer",
 ]
 
 _logger = logging.getLogger(__name__)
 
-WAIT_COUNT_MAX = 32
-"""Times a request is told to ask again while chunks are arriving; then it takes what is there."""
+WAIT_SECONDS_MAX = 1.0
+"""How long a request is told to ask again while chunks are arriving; then it takes what is there.
+
+Mostly they come for another request with the same prefix, in less time than computing them takes.
+An engine that has nothing else to do asks every millisecond, so that questions are no measure.
+"""
 
 IDLE_STEP_COUNT_MAX = 20_000
 """Steps without an answer after which an idle engine is let go; what is left waits for requests."""
@@ -48,7 +53,7 @@ class PrefixAnswer:
 class OffloadPlanner:
     """Decides what is loaded and offloaded for which request; moves nothing.
 
-    One thread, no clock, no I/O but the lookups of the stack. The engine asks `match` any number
+    One thread, no I/O but the lookups of the stack. The engine asks `match` any number
     of times, commits to a hit with `begin_load`, and calls `plan_step` once per step. Every job
     that is planned is ended by `complete`, whatever became of its request.
     """
@@ -61,6 +66,7 @@ class OffloadPlanner:
         *,
         hash_tokens: int,
         counters: Counters,
+        clock: Clock,
         alignment_tokens: int = 1,
         draft_groups: Collection[int] = (),
     ) -> None:
@@ -72,6 +78,7 @@ class OffloadPlanner:
             stack: The tiers; the planner alone answers it.
             hash_tokens: Tokens that one entry of `block_hashes` covers.
             counters: Where failed loads are counted.
+            clock: Bounds how long a request waits for chunks that are arriving.
             alignment_tokens: What the engine wants hits to be a multiple of.
             draft_groups: Indices of groups that hold layers of a draft model (EAGLE, MTP).
 
@@ -83,6 +90,7 @@ class OffloadPlanner:
         )
         self._stack = stack
         self._counters = counters
+        self._clock = clock
         self._requests: dict[str, RequestOffloadState] = {}
         self._in_flight = InFlight()
         self._offloads = Offloads(self._configs, stack, self._in_flight)
@@ -114,7 +122,7 @@ class OffloadPlanner:
     def match(self, request_id: str, local_tokens: int, token_count: int) -> PrefixAnswer:
         """Say how much of a request's `token_count` tokens the tiers restore beyond local ones.
 
-        Pins and changes nothing but the count of questions: may be asked every step.
+        Pins nothing and changes nothing but since when the request waits: may be asked every step.
         """
         state = self._requests.get(request_id)
         if state is None or state.is_suppressed or state.load_job is not None:
@@ -122,9 +130,14 @@ class OffloadPlanner:
         found = match_prefix(
             self._stack, self._configs, state.block_hashes, local_tokens, token_count
         )
-        if found.hoped_tokens > found.ready_tokens and state.wait_count < WAIT_COUNT_MAX:
-            state.wait_count += 1
-            return PrefixAnswer(0, ask_again=True)
+        if found.hoped_tokens > found.ready_tokens:
+            now = self._clock.seconds()
+            if state.waits_since is None:
+                state.waits_since = now
+            if now - state.waits_since < WAIT_SECONDS_MAX:
+                return PrefixAnswer(0, ask_again=True)
+        else:
+            state.waits_since = None
         return PrefixAnswer(max(found.ready_tokens - local_tokens, 0))
 
     def begin_load(self, request_id: str, target: LoadTarget) -> int | None:

@@ -33,7 +33,8 @@ class RequestOffloadState:
     """By group index; groups whose blocks are handed over one by one (STATE) are left out."""
     next_ready_tokens: int = _NEVER
     """So many computed tokens complete the next chunk of some group."""
-    wait_count: int = 0
+    waits_since: float | None = None
+    """Seconds of the planner's clock; None: not told to ask again."""
     load_job: JobId | None = None
     loaded_tokens: int = 0
     """The load brought everything before this token, the first included; said to the next table."""

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from tierstore.clock import MonotonicClock
 from tierstore.config import StoreConfig
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters
@@ -125,6 +126,7 @@ class SchedulerHalf:
             stack,
             hash_tokens=shape.hash_block_tokens,
             counters=counters,
+            clock=MonotonicClock(),
             alignment_tokens=shape.alignment_tokens,
             draft_groups=shape.draft_groups,
         )
