@@ -9,11 +9,12 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 from engine import EngineResult, Round, run_engine
 from scenario import Scenario, assert_same_answers, tier_config
 
-from tierstore import Manifest, TierStore
+from tierstore import Manifest, TierStore, make_offload_keys
 
 pytestmark = pytest.mark.vllm
 
@@ -107,7 +108,15 @@ def test_engines_that_share_a_path_load_each_others_chunks_while_they_run(
     for result in results:
         assert result.metrics["tierstore_promoted_chunks"] > 0
     assert disk_usage(tmp_path / "tier") <= 512 << 20
-    # The path is sound, and another model's chunks fit beside these.
+    # The path is sound, and has room for another model's chunks.
     manifest = Manifest.simple("another model", chunk_bytes=65536)
+    keys = make_offload_keys(manifest.namespace, group_idx=0, block_hashes=[bytes(32)])
+    chunk = np.full((1, 65536), 7, np.uint8)
     with TierStore.open(config, manifest) as store:
+        assert store.put(keys, chunk) == 1
+        store.flush()
         assert store.check() == []
+    with TierStore.open(config, manifest) as store:
+        found = np.zeros_like(chunk)
+        assert store.get(keys, found) == [True]
+        assert (found == chunk).all()

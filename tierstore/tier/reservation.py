@@ -24,6 +24,9 @@ class ChunkState(IntEnum):
     """In a primary slot; can be loaded."""
 
 
+# Named tuples, since each call of the index makes one: frozen dataclasses take 0.4 us longer.
+
+
 class OffloadReservation(NamedTuple):
     """Slots for the keys that were neither resident nor arriving nor refused."""
 
