@@ -43,6 +43,12 @@ class Metric(Enum):
     PIN_SECONDS = ("pin_seconds_total", "counter", "", "Time spent registering host memory")
     FAILED_LOADS = ("failed_loads_total", "counter", "reason", "Load jobs that were recomputed")
 
+    COLD_STARTS = (
+        "cold_starts_total",
+        "counter",
+        "tier",
+        "Tiers that knew other identities alone when they were opened",
+    )
     DISCARDED_CATALOGS = (
         "discarded_catalogs_total",
         "counter",

@@ -151,9 +151,13 @@ def test_another_models_manifest_hits_nothing_and_disturbs_nothing(chunks, store
     other = Chunks(65_536, model="another-model")
     with other.open(stored) as store:
         assert other.found(store, NUMBERS) == []
+        assert store.stats().counters['cold_starts_total{tier="disk"}'] == 1
         assert other.put(store, range(10)) == 10
         with pytest.raises(ValueError, match="namespace"):
             store.match_prefix(chunks.keys(NUMBERS))
+    for known in (chunks, other):
+        with known.open(stored) as store:
+            assert 'cold_starts_total{tier="disk"}' not in store.stats().counters
     with chunks.open(stored) as store:
         assert chunks.found(store, NUMBERS) == list(NUMBERS)
 

@@ -71,8 +71,12 @@ class Catalog:
         env: LmdbEnv,
         databases: Databases,
         owner_lock: OwnerLock,
+        *,
+        is_foreign: bool,
     ) -> None:
         self.geometry = geometry
+        self.is_foreign = is_foreign
+        """Whether the path knew other identities alone when it was opened."""
         self._config = config
         self._env = env
         self._databases = databases
@@ -111,7 +115,7 @@ class Catalog:
                 if env.admission.is_suspect:
                     _verify_rows(txn, databases, geometry)
                 state = _enter_state(txn, databases, config, geometry)
-                _enter_manifest(txn, databases, config, manifest)
+                is_foreign = _enter_manifest(txn, databases, config, manifest)
                 owner_lock = OwnerLock(config.path / "owners", state.next_owner)
                 state.next_owner += 1
                 Space.write_state(txn, databases, state)
@@ -123,7 +127,7 @@ class Catalog:
                 env.distrust(str(error))
             env.close()
             raise
-        return cls(config, geometry, env, databases, owner_lock)
+        return cls(config, geometry, env, databases, owner_lock, is_foreign=is_foreign)
 
     @property
     def damage(self) -> str:
@@ -285,13 +289,15 @@ def _enter_state(
 
 def _enter_manifest(
     txn: Transaction, databases: Databases, config: SecondaryConfig, manifest: Manifest
-) -> None:
+) -> bool:
+    """Enter or compare our manifest; return whether the path held those of others alone."""
     stored = txn.get(manifest.namespace, db=databases.namespaces)
     if stored is not None and namespace_of(stored) != manifest.namespace:
         raise CatalogDamagedError("a manifest does not give its namespace")
     if stored is None:
-        with txn.cursor(db=databases.namespaces) as others:
-            difference = manifest.nearest_difference(bytes(json) for _, json in others)
+        with txn.cursor(db=databases.namespaces) as cursor:
+            others = [bytes(json) for _, json in cursor]
+        difference = manifest.nearest_difference(others)
         if difference is not None:
             _logger.warning(
                 "chunks of the same model are stored under another identity and will not be "
@@ -300,10 +306,11 @@ def _enter_manifest(
                 difference,
             )
         txn.put(manifest.namespace, manifest.canonical_json, db=databases.namespaces)
-        return
+        return bool(others)
     difference = manifest.difference(stored)
     if difference is not None:
         raise ManifestError(
             f"secondary {config.name!r}: path {config.path} holds another manifest under the same "
             f"namespace: {difference}; choose another path, or remove the directory"
         )
+    return False

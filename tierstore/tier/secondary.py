@@ -94,6 +94,11 @@ class SecondaryTier:
         """Why the catalog was started anew when it was opened; empty: it was not."""
         return self._catalog.damage
 
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the path knew other identities alone when it was opened."""
+        return self._catalog.is_foreign
+
     def locate(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
         """Return the place of each recorded key; one read transaction, about 1.5 us per key."""
         if self._writer.forgotten_count < self._hidden_until:

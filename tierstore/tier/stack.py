@@ -98,6 +98,8 @@ class TierStack:
                 )
                 if secondaries[-1].damage:
                     counters.add(Metric.DISCARDED_CATALOGS, label=tier.name)
+                if secondaries[-1].is_foreign:
+                    counters.add(Metric.COLD_STARTS, label=tier.name)
         except BaseException:
             for secondary in secondaries:
                 secondary.close()
