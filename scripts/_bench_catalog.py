@@ -4,6 +4,7 @@ import os
 import time
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 from tierstore.config import SecondaryConfig
 from tierstore.key import OffloadKey, make_offload_keys
@@ -22,7 +23,7 @@ MANIFEST = Manifest.simple("bench", PAGE_BYTES)
 
 def measure_catalog(
     directory: Path, record_count: int, sizes: list[int], run_count: int
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Fill a catalog and measure it, opened anew; its pages stay in the kernel's cache."""
     config = SecondaryConfig(
         name="bench",

@@ -16,7 +16,7 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from vllm.v1.request import Request
 
 from tierstore.executor import TransferExecutor
-from tierstore.transfer import Command, Load, Offload, TransferDone
+from tierstore.transfer import Command, JobId, Load, Offload, TransferDone
 from tierstore_vllm.messages import RankAnswer, StepMetadata, WorkerReport
 from tierstore_vllm.scheduler import SchedulerHalf
 
@@ -145,7 +145,7 @@ class Engine:
         self._texts: list[bytes] = []
         self._waiting: list[Request] = []
         self._loading: dict[str, tuple[Request, int]] = {}
-        self._load_requests: dict[int, str] = {}
+        self._load_requests: dict[JobId, str] = {}
         self._prefilling: list[Request] = []
         self._admitted: set[str] = set()
         self._running: list[Request] = []

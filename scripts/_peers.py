@@ -121,7 +121,7 @@ class VllmFiles:
         self._rows = filled(np.frombuffer(pool, np.uint8).reshape(load.chunk_count, -1))
         self._digests = digests(self._rows)
         self._tier = FileSystemTierManager(
-            vllm_spec(), memoryview(self._rows), "fs", root_dir=str(directory)
+            vllm_spec(), self._rows.data, "fs", root_dir=str(directory)
         )
 
     def store(self, run: int) -> None:
@@ -366,7 +366,7 @@ def shared_buffer(size_bytes: int) -> mmap.mmap:
 
 def digests(rows: Iterable[npt.NDArray[np.uint8]]) -> list[int]:
     """Return a checksum of each row."""
-    return [xxh3_64_intdigest(row) for row in rows]
+    return [xxh3_64_intdigest(row.data) for row in rows]
 
 
 def vllm_spec() -> Any:

@@ -23,7 +23,7 @@ import statistics
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from _bench_catalog import measure_catalog
 from _bench_primary import Eviction, Subject, Tierstore, Vllm, measure
@@ -60,7 +60,7 @@ def bench_primary(eviction: Eviction, chunk_count: int, sizes: list[int]) -> dic
     }
 
 
-def bench_catalog(record_count: int, sizes: list[int], directory: Path) -> dict[str, object]:
+def bench_catalog(record_count: int, sizes: list[int], directory: Path) -> dict[str, Any]:
     """Measure a catalog of so many records, and print it."""
     with tempfile.TemporaryDirectory(dir=directory) as name:
         result = measure_catalog(Path(name), record_count, sizes, RUN_COUNT)

@@ -87,7 +87,7 @@ class BackendBench:
         self._slot_bytes = round_up(data.chunk_bytes, PAGE_BYTES)
         self._pool = memoryview(huge_buffer(self._slot_bytes * data.count))
         for i, row in enumerate(data.rows):
-            self._pool[i * self._slot_bytes :][: data.chunk_bytes] = row
+            self._pool[i * self._slot_bytes :][: data.chunk_bytes] = row.data
         self._backend: Backend = open_backend(self._tier, data.manifest, rank=0, rank_count=1)
         header_pages = 1 if self._tier.backend == "file" else 0
         self._records, self._places = self._layout(header_pages)
@@ -211,7 +211,7 @@ class StoreBench:
 
 def demoted_chunks(store: TierStore) -> int:
     """Return how many chunks the tier recorded so far."""
-    return store.stats().counters.get('demoted_chunks_total{tier="disk"}', 0)
+    return int(store.stats().counters.get('demoted_chunks_total{tier="disk"}', 0))
 
 
 def drop_page_cache(path: Path) -> None:

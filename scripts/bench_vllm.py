@@ -55,7 +55,7 @@ CACHE_BLOCKS, BLOCK_TOKENS = 384, 32
 IO_THREADS = 4
 SPIN_SECONDS = 0.3
 """OpenMP's threads wait that long on all cores for more work; the next engine must not see it."""
-RAW_BYTES = 512 << 20
+RAW_BYTES, RAW_RUNS = 512 << 20, 3
 
 Samples = dict[str, list[float]]
 
@@ -241,8 +241,8 @@ def bandwidths(folder: Path) -> dict[str, float]:
         np.copyto(target, source)
         copies.append(source.nbytes / (time.perf_counter() - start) / 1e9)
     threads, clock = Threads(IO_THREADS), Clock()
-    raw = RawBench(folder, RAW_BYTES, threads)
-    for _ in range(3):
+    raw = RawBench(folder, RAW_BYTES, RAW_RUNS, threads)
+    for _ in range(RAW_RUNS):
         raw.run(clock)
     raw.close()
     threads.close()

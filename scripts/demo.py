@@ -160,7 +160,8 @@ def run_engine(name: str, job: dict[str, Any], console: Console) -> dict[str, An
     environment = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_CPU_KVCACHE_SPACE": "1", **os.environ}
     paths = [str(ROOT), str(ROOT / "adapters" / "vllm"), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    command = [sys.executable, str(ROOT / "scripts" / "demo_engine.py"), job_path, result_path]
+    files = [str(path) for path in (ROOT / "scripts" / "demo_engine.py", job_path, result_path)]
+    command = [sys.executable, *files]
     with console.status(f"vLLM: {name} (log: {log_path})"), log_path.open("w") as log:
         done = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
     if done.returncode or not result_path.exists():
@@ -220,7 +221,8 @@ def sums_of(answers: list[dict[str, Any]]) -> dict[str, int]:
 
 def first_token_ms(answers: list[dict[str, Any]]) -> float:
     """Return the median time to the first token."""
-    return 1000 * statistics.median(answer["first_token_seconds"] for answer in answers)
+    seconds: list[float] = [answer["first_token_seconds"] for answer in answers]
+    return 1000 * statistics.median(seconds)
 
 
 def table_of(passes: Passes, problems: list[str]) -> Table:

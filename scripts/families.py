@@ -20,6 +20,7 @@ import json
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -123,12 +124,12 @@ class Family:
         return f"not run ({cause[:60]})"
 
     def _engine(
-        self, *names: str, engine: dict[str, object] | None = None, **changes: object
+        self, *names: str, engine: Mapping[str, object] | None = None, **changes: object
     ) -> EngineResult:
         rounds = {name: self._rounds[name] for name in names}
         # Nothing but a reset, which an engine that leaked a block refuses.
         rounds["leaks"] = Round(prompts=[], one_by_one=True)
-        changes |= {"engine": self._arguments | (engine or {})}
+        changes |= {"engine": {**self._arguments, **(engine or {})}}
         job = self._scenario.job(rounds, workarounds=True, separate_process=False, **changes)
         return run_engine(job, self._folder)
 
