@@ -30,11 +30,12 @@ __all__ = [
 
 _logger = logging.getLogger(__name__)
 
-WAIT_SECONDS_MAX = 1.0
+WAIT_SECONDS_MAX = 2.0
 """How long a request is told to ask again while chunks are arriving; then it takes what is there.
 
-Mostly they come for another request with the same prefix, in less time than computing them takes.
-An engine that has nothing else to do asks every millisecond, so that questions are no measure.
+As long as a read may take by default. Mostly they come for another request with the same prefix,
+in less time than computing them takes. An engine that has nothing else to do asks every
+millisecond, so that questions are no measure.
 """
 
 IDLE_STEP_COUNT_MAX = 20_000
