@@ -1,5 +1,9 @@
 """The host copy engine passes the conformance suite; the address arithmetic coalesces."""
 
+import ctypes
+import mmap
+from collections import deque
+
 import numpy as np
 import pytest
 
@@ -21,6 +25,55 @@ class TestHostCopyEngine(CopyConformance):
 
     def make_memory(self, data):
         return HostMemory(data)
+
+
+POOL_BYTES = 40 << 20
+
+
+@pytest.fixture
+def pool():
+    """Return memory without pages, its address, and a count of those that have come."""
+    mapping = mmap.mmap(-1, POOL_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = np.frombuffer(mapping, np.uint8).ctypes.data
+    here = (ctypes.c_ubyte * (POOL_BYTES // PAGE_BYTES))()
+
+    def page_count():
+        mincore = ctypes.CDLL(None, use_errno=True).mincore
+        assert mincore(ctypes.c_void_p(address), ctypes.c_size_t(POOL_BYTES), here) == 0
+        return sum(byte & 1 for byte in here)
+
+    return mapping, address, page_count
+
+
+def no_caches():
+    return CanonicalKVCaches(
+        tensors=(), group_refs=(), chunk_order=ChunkOrder.LAYER_MAJOR, device="cpu"
+    )
+
+
+def test_the_pool_gets_its_pages_in_the_background_and_keeps_its_bytes(pool):
+    mapping, address, page_count = pool
+    mapping[:PAGE_BYTES] = b"k" * PAGE_BYTES
+    tasks = deque()
+    HostCopyEngine(tasks.append).register(no_caches(), 1, address, POOL_BYTES)
+    assert page_count() < POOL_BYTES // PAGE_BYTES
+    while tasks:
+        tasks.popleft()()
+    assert page_count() == POOL_BYTES // PAGE_BYTES
+    assert mapping[:PAGE_BYTES] == b"k" * PAGE_BYTES
+
+
+def test_no_page_comes_after_the_engine_was_closed(pool):
+    _, address, page_count = pool
+    tasks = deque()
+    engine = HostCopyEngine(tasks.append)
+    engine.register(no_caches(), 1, address, POOL_BYTES)
+    tasks.popleft()()
+    before = page_count()
+    engine.close()
+    while tasks:
+        tasks.popleft()()
+    assert 0 < before == page_count() < POOL_BYTES // PAGE_BYTES
 
 
 def test_adjacent_blocks_in_adjacent_slots_become_one_run():

@@ -2,7 +2,10 @@
 
 import ctypes
 from collections import deque
+from functools import partial
 
+from tierstore.dma.host_memory import prefault
+from tierstore.dma.pinning import Spawn
 from tierstore.dma.protocol import ComputeMark, CopyId
 from tierstore.dma.runs import GroupAddressing
 from tierstore.errors import LayoutError
@@ -10,6 +13,9 @@ from tierstore.layout import CanonicalKVCaches
 from tierstore.transfer import IntArray
 
 __all__ = ["HostCopyEngine"]
+
+_PIECE_BYTES = 16 << 20
+"""What is prefaulted at once: a close waits for it."""
 
 
 class HostCopyEngine:
@@ -20,7 +26,10 @@ class HostCopyEngine:
     I/O threads run side by side. Costs about 0.4 us per run plus the bytes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, spawn: Spawn | None = None) -> None:
+        """`spawn` runs tasks that give the pool its pages; None: who uses them first waits."""
+        self._spawn = spawn
+        self._is_closed = False
         self._groups: dict[int, GroupAddressing] = {}
         self._caches: CanonicalKVCaches | None = None
         self._complete: deque[CopyId] = deque()
@@ -43,6 +52,17 @@ class HostCopyEngine:
             for group_idx, refs in enumerate(caches.group_refs)
             if refs
         }
+        self._prefault_from(pool_address, pool_address + pool_bytes)
+
+    def _prefault_from(self, address: int, end: int) -> None:
+        if self._spawn is not None and address < end and not self._is_closed:
+            self._spawn(partial(self._prefault, address, end))
+
+    def _prefault(self, address: int, end: int) -> None:
+        """Give one piece of the pool its pages, and go on; first comes what is used first."""
+        size_bytes = min(_PIECE_BYTES, end - address)
+        if not self._is_closed and prefault(address, size_bytes):
+            self._prefault_from(address + size_bytes, end)
 
     def submit_offload(
         self, copy_id: CopyId, group_idx: int, block_ids: IntArray, slots: IntArray
@@ -83,7 +103,8 @@ class HostCopyEngine:
         """Do nothing: a submitted copy is a finished copy."""
 
     def close(self) -> None:
-        """Forget the regions."""
+        """Forget the regions; prefault no further piece."""
+        self._is_closed = True
         self._groups = {}
         self._caches = None
 

@@ -34,7 +34,7 @@ def open_copy_engine(
         DeviceError: there is no such GPU, or no driver.
     """
     if device == "cpu":
-        return HostCopyEngine()
+        return HostCopyEngine(spawn)
     if not is_cuda(device):
         raise LayoutError(f"no copy engine for device {device!r}: expected cpu or cuda:<index>")
     from tierstore.dma.cuda import CudaCopyEngine

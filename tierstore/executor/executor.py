@@ -97,9 +97,9 @@ class TransferExecutor:
         """Allocate the pool, open the backends, start the I/O threads.
 
         A backend that cannot be opened is logged once; commands answer `IO_ERROR` until it can.
-        `caches` is None for embedded use: no GPU blocks, only slots. On a GPU the pool is pinned
-        in the background; `compute_stream` returns the `cudaStream_t` on which the calling thread
-        launches the engine's work (None: the default stream).
+        `caches` is None for embedded use: no GPU blocks, only slots. Else the pool gets its pages
+        in the background, on a GPU pinned; `compute_stream` returns the `cudaStream_t` on which
+        the calling thread launches the engine's work (None: the default stream).
 
         Raises:
             LayoutError: the copy engine cannot address the caches.
@@ -115,8 +115,9 @@ class TransferExecutor:
         tiers: list[TierIo] = []
         with ExitStack() as undo:
             if caches is not None:
-                if is_cuda(caches.device) and config.primary.pinned == "auto":
-                    pin_threads = IoPool(PIN_TASKS, "tierstore-pin")
+                if config.primary.pinned == "auto":
+                    thread_count = PIN_TASKS if is_cuda(caches.device) else 1
+                    pin_threads = IoPool(thread_count, "tierstore-pin")
                     undo.callback(pin_threads.close, _CLOSE_TIMEOUT_SECONDS)
                     pin_threads.open()
                 engine = open_copy_engine(
