@@ -20,7 +20,7 @@ from tierstore.planner import (
     StateBlock,
 )
 from tierstore.planner.offload import OFFLOAD_COUNT_MAX
-from tierstore.planner.planner import IDLE_STEP_COUNT_MAX, WAIT_SECONDS_MAX
+from tierstore.planner.planner import IDLE_STEP_COUNT_MAX, WAIT_COUNT_MAX, WAIT_SECONDS_MAX
 from tierstore.transfer import TransferDone
 
 
@@ -142,26 +142,37 @@ def test_an_offload_that_failed_without_saying_where_publishes_nothing():
     assert planner.match("r", 0, 9) == PrefixAnswer(8)
 
 
+WAITS = PrefixAnswer(0, ask_again=True)
+
+
 def test_a_request_waits_for_chunks_that_arrive_however_often_it_asks_but_not_for_ever():
     clock = StandingClock()
     planner = open_planner(clock=clock)
     assert offloads(planner, progress=[Progress("r", 0, 8)])
-    waits = PrefixAnswer(0, ask_again=True)
-    assert [planner.match("r", 0, 9) for _ in range(1000)] == [waits] * 1000
+    assert [planner.match("r", 0, 9) for _ in range(1000)] == [WAITS] * 1000
     clock.now += WAIT_SECONDS_MAX * 0.99
-    assert planner.match("r", 0, 9) == waits
+    assert planner.match("r", 0, 9) == WAITS
     clock.now += WAIT_SECONDS_MAX * 0.02
     assert planner.match("r", 0, 9) == PrefixAnswer(0)
+    assert planner.match("r", 0, 9) == PrefixAnswer(0)
+
+
+def test_a_request_waits_for_chunks_that_arrive_however_long_a_step_takes():
+    clock = StandingClock()
+    planner = open_planner(clock=clock)
+    assert offloads(planner, progress=[Progress("r", 0, 8)])
+    for _ in range(WAIT_COUNT_MAX):
+        assert planner.match("r", 0, 9) == WAITS
+        clock.now += 2 * WAIT_SECONDS_MAX
     assert planner.match("r", 0, 9) == PrefixAnswer(0)
 
 
 def test_a_request_whose_wait_was_over_can_wait_anew():
     clock = StandingClock()
     planner = open_planner(clock=clock)
-    waits = PrefixAnswer(0, ask_again=True)
     for first, stop in ((0, 4), (4, 8)):
         (offload,) = offloads(planner, progress=[Progress("r", first, stop)])
-        assert planner.match("r", 0, 9) == waits
+        assert planner.match("r", 0, 9) == WAITS
         planner.complete(TransferDone(job_id=offload.job_id))
         assert planner.match("r", 0, 9) == PrefixAnswer(stop)
         clock.now += 2 * WAIT_SECONDS_MAX

@@ -16,13 +16,14 @@ from tierstore.planner.in_flight import InFlight, LoadJob
 from tierstore.planner.load import LoadTarget, build_load
 from tierstore.planner.match import match_prefix
 from tierstore.planner.offload import Offloads
-from tierstore.planner.request import RequestOffloadState
+from tierstore.planner.request import RequestOffloadState, Wait
 from tierstore.planner.step import EngineStep, PlannedStep
 from tierstore.tier.stack import TierStack
 from tierstore.transfer import Command, JobId, StepPlan, TransferDone
 
 __all__ = [
     "IDLE_STEP_COUNT_MAX",
+    "WAIT_COUNT_MAX",
     "WAIT_SECONDS_MAX",
     "OffloadPlanner",
     "PrefixAnswer",
@@ -30,12 +31,14 @@ __all__ = [
 
 _logger = logging.getLogger(__name__)
 
-WAIT_SECONDS_MAX = 2.0
-"""How long a request is told to ask again while chunks are arriving; then it takes what is there.
+WAIT_COUNT_MAX, WAIT_SECONDS_MAX = 16, 2.0
+"""How long a request is told to ask again while chunks are arriving: until both are exceeded. Then
+it takes what is there.
 
-As long as a read may take by default. Mostly they come for another request with the same prefix,
-in less time than computing them takes. An engine that has nothing else to do asks every
-millisecond, so that questions are no measure.
+Mostly they come for another request with the same prefix, in less time than computing them takes.
+Questions alone are no measure, since an engine that has nothing else to do asks every millisecond;
+nor are seconds, the time of a read's default deadline, since a step may take as long, and what has
+arrived is told in the next one.
 """
 
 IDLE_STEP_COUNT_MAX = 20_000
@@ -131,15 +134,19 @@ class OffloadPlanner:
         found = match_prefix(
             self._stack, self._configs, state.block_hashes, local_tokens, token_count
         )
-        if found.hoped_tokens > found.ready_tokens:
-            now = self._clock.seconds()
-            if state.waits_since is None:
-                state.waits_since = now
-            if now - state.waits_since < WAIT_SECONDS_MAX:
-                return PrefixAnswer(0, ask_again=True)
-        else:
-            state.waits_since = None
+        if found.hoped_tokens <= found.ready_tokens:
+            state.wait = None
+        elif not self._has_waited_enough(state):
+            return PrefixAnswer(0, ask_again=True)
         return PrefixAnswer(max(found.ready_tokens - local_tokens, 0))
+
+    def _has_waited_enough(self, state: RequestOffloadState) -> bool:
+        now = self._clock.seconds()
+        if state.wait is None:
+            state.wait = Wait(since_seconds=now)
+        state.wait.question_count += 1
+        waited_seconds = now - state.wait.since_seconds
+        return state.wait.question_count > WAIT_COUNT_MAX and waited_seconds > WAIT_SECONDS_MAX
 
     def begin_load(self, request_id: str, target: LoadTarget) -> int | None:
         """Pin what a promised hit needs and plan its load into the blocks of `target`.

@@ -24,6 +24,14 @@ class RequestGroupState:
 
 
 @dataclass(slots=True)
+class Wait:
+    """For how long a request has been told to ask again, in a row."""
+
+    since_seconds: float
+    question_count: int = 0
+
+
+@dataclass(slots=True)
 class RequestOffloadState:
     """One request, from its arrival until the engine finishes it."""
 
@@ -33,8 +41,8 @@ class RequestOffloadState:
     """By group index; groups whose blocks are handed over one by one (STATE) are left out."""
     next_ready_tokens: int = _NEVER
     """So many computed tokens complete the next chunk of some group."""
-    waits_since: float | None = None
-    """Seconds of the planner's clock; None: not told to ask again."""
+    wait: Wait | None = None
+    """None: it was not told to ask again."""
     load_job: JobId | None = None
     loaded_tokens: int = 0
     """The load brought everything before this token, the first included; said to the next table."""
