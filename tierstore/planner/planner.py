@@ -31,15 +31,17 @@ __all__ = [
 
 _logger = logging.getLogger(__name__)
 
-WAIT_COUNT_MAX, WAIT_SECONDS_MAX = 16, 2.0
-"""How long a request is told to ask again while chunks are arriving: until both are exceeded. Then
-it takes what is there.
+WAIT_COUNT_MAX = 16
+"""Times, and `WAIT_SECONDS_MAX`: a request is told to ask again while chunks are arriving until both
+are exceeded; then it takes what is there.
 
 Mostly they come for another request with the same prefix, in less time than computing them takes.
 Questions alone are no measure, since an engine that has nothing else to do asks every millisecond;
-nor are seconds, the time of a read's default deadline, since a step may take as long, and what has
-arrived is told in the next one.
+nor are seconds, since a step may take as long, and what has arrived is told in the next one.
 """
+
+WAIT_SECONDS_MAX = 2.0
+"""The default deadline of a read; see `WAIT_COUNT_MAX`."""
 
 IDLE_STEP_COUNT_MAX = 20_000
 """Steps without an answer after which an idle engine is let go; what is left waits for requests."""

@@ -7,7 +7,7 @@ from tierstore.layout import GroupKind
 from tierstore.planner.groups import GroupOffloadConfig
 from tierstore.transfer import JobId
 
-__all__ = ["RequestGroupState", "RequestOffloadState"]
+__all__ = ["RequestGroupState", "RequestOffloadState", "Wait"]
 
 _NEVER = 1 << 62
 
