@@ -32,8 +32,8 @@ __all__ = [
 _logger = logging.getLogger(__name__)
 
 WAIT_COUNT_MAX = 16
-"""Times, and `WAIT_SECONDS_MAX`: a request is told to ask again while chunks are arriving until both
-are exceeded; then it takes what is there.
+"""Times, and `WAIT_SECONDS_MAX`: a request is told to ask again while chunks are arriving, until
+both are exceeded; then it takes what is there.
 
 Mostly they come for another request with the same prefix, in less time than computing them takes.
 Questions alone are no measure, since an engine that has nothing else to do asks every millisecond;
