@@ -1,40 +1,21 @@
 """From block ids and slots to runs: every page once, and nothing adjacent left apart."""
 
+from types import SimpleNamespace
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.dma.runs import CopyRuns, GroupAddressing
-from tierstore.layout import (
-    PAGE_BYTES,
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
-    ChunkOrder,
-    round_up,
-)
+from tierstore.layout import PAGE_BYTES, CanonicalKVCaches, ChunkOrder, round_up
+from tierstore.testing.copy_conformance import BLOCK_COUNT, make_caches
 
-DEVICE, POOL = 1 << 40, 1 << 30
-BLOCK_COUNT = 12
+POOL = 1 << 30
+DEVICE = SimpleNamespace(address=1 << 40, device="cuda:0")
 
 
 def caches_of(pages, order, *, together=False, gap=0) -> CanonicalKVCaches:
-    """Layers one after the other, or all layers of a block together; `gap` bytes after a page."""
-    starts = np.cumsum([0, *(page + gap for page in pages)]).tolist()
-    tensors = tuple(
-        CanonicalKVCacheTensor(
-            address=DEVICE + start * (1 if together else BLOCK_COUNT),
-            block_count=BLOCK_COUNT,
-            block_stride_bytes=starts[-1] if together else page + gap,
-            page_bytes=page,
-            owner=None,
-        )
-        for start, page in zip(starts, pages, strict=False)
-    )
-    refs = tuple(CanonicalKVCacheRef(layer_name=str(i), tensor_idx=i) for i in range(len(pages)))
-    return CanonicalKVCaches(
-        tensors=tensors, group_refs=(refs,), chunk_order=order, device="cuda:0"
-    )
+    return make_caches(DEVICE, pages, gap, order, blocks_outside=together)
 
 
 def runs_of(caches, block_ids, slots) -> CopyRuns:
