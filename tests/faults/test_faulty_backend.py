@@ -1,5 +1,6 @@
 """Backends that die and hang: the store stays right, sound, and useful afterwards."""
 
+import contextlib
 import math
 import threading
 import time
@@ -37,6 +38,25 @@ def test_a_device_that_died_is_used_again_when_it_is_back(tmp_path, backend, rea
         assert store.check() == []
     with CHUNKS.open(config) as store:
         assert CHUNKS.found(store, range(3060, 3100)) == list(range(3060, 3100))
+
+
+@pytest.mark.parametrize("reason", [FailureReason.IO_ERROR, FailureReason.FULL])
+def test_a_write_that_fails_is_dropped_by_its_reason_and_records_nothing(tmp_path, reason):
+    schedule = FaultSchedule(1_000_000, fail_count=math.inf)
+    config = config_of(tmp_path / "tier", backend="file", primary="2MiB", capacity="8MiB")
+    opener = faulty_opener(schedule, reason=reason)
+    with TierStore.open(config, CHUNKS.manifest, open_backend=opener) as store:
+        schedule.fail_from_now()
+        assert CHUNKS.put(store, range(8)) == 8
+        with contextlib.suppress(BackendError):
+            store.flush()
+        counters = store.stats().counters
+        assert counters[f'dropped_demotes_total{{reason="{reason.value}"}}'] == 8
+        assert not counters.get('demoted_chunks_total{tier="disk"}')
+        schedule.heal()
+    with CHUNKS.open(config) as store:
+        assert CHUNKS.found(store, range(8)) == []
+        assert misses(store) == {}
 
 
 @pytest.mark.parametrize("backend", ["file", "lmdb"])
