@@ -72,12 +72,15 @@ class Counters:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._sums: dict[tuple[Metric, str], float] = defaultdict(int)
+        self.change_count = 0
+        """Grows with every change, so that whoever asks often sees at once that nothing changed."""
 
     def add(self, metric: Metric, amount: float = 1, *, label: str = "") -> None:
         """Add `amount` to one metric; call once per batch, not per chunk."""
         if amount:
             with self._lock:
                 self._sums[metric, label] += amount
+                self.change_count += 1
 
     def snapshot(self) -> dict[str, float]:
         """Return all sums so far, by `name` or `name{label="value"}`."""

@@ -184,6 +184,17 @@ def test_keys_that_are_recorded_or_being_written_are_left_out(harness):
     assert second.keys == tuple(harness.keys(3))
 
 
+def test_a_key_whose_write_failed_is_placed_again_once_in_the_same_transaction(harness):
+    harness.writer.handle([RequestPlaces(1, tuple(harness.keys(1, 2)), harness.chunk)])
+    harness.take()
+    again = RequestPlaces(2, tuple(harness.keys(1, 2)), harness.chunk)
+    third = RequestPlaces(3, tuple(harness.keys(2, 3)), harness.chunk)
+    harness.writer.handle([CommitTicket(1, frozenset({0, 1})), again, third])
+    first, second = harness.take()
+    assert first.keys == tuple(harness.keys(1, 2))
+    assert second.keys == tuple(harness.keys(3))
+
+
 @pytest.mark.parametrize("backend", ["file", "lmdb"])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("chunk_kib", [16, 64, 1024])

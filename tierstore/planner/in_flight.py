@@ -61,7 +61,9 @@ class InFlight:
         """Name the offloads that still read any of these blocks."""
         if not self._readers:
             return set()
-        return {self._readers[block_id] for block_id in self._readers.keys() & set(block_ids)}
+        found = set(map(self._readers.get, block_ids))
+        found.discard(None)
+        return found
 
     def offloads_of(self, request_ids: Sequence[str]) -> set[JobId]:
         """Name the offloads that read blocks of any of these requests."""

@@ -185,19 +185,22 @@ class CatalogWriter:
         events: list[SecondaryEvent],
     ) -> None:
         """Place requests in order until one has to wait."""
+        # All that is being written may be much: it is asked, not copied, for each transaction.
         done = {key for ticket_id in closed for key in self._tickets[ticket_id].keys}
-        writing = self._writing - done if waiting else set()
+        fresh: set[OffloadKey] = set()
         adopted = False
         while waiting:
             request = waiting[0]
-            keys = [key for key in work.missing(request.keys) if key not in writing]
+            missing = work.missing(request.keys)
+            keys = [k for k in missing if k not in fresh and (k in done or k not in self._writing)]
+            writing_count = len(self._writing) - len(done) + len(fresh)
             stride_pages = self._catalog.geometry.stride_pages(request.payload_bytes)
             pages = work.space.charge_of(len(keys), stride_pages)
             if pages is None or pages > self._catalog.space_pages():
                 waiting.popleft()
                 events.append(Refused(request.ticket, FailureReason.FULL))
                 continue
-            self._make_record_room(work, len(keys) + len(writing))
+            self._make_record_room(work, len(keys) + writing_count)
             self._make_room(work, pages)
             if self._free_pages(work) < pages:
                 starves = self._starves(request.ticket)
@@ -208,7 +211,7 @@ class CatalogWriter:
                     )
                     events.extend(map(_freed, releases))
                     continue
-                if self._can_wait(work, writing) and len(waiting) <= _WAITING_MAX:
+                if self._can_wait(work, writing_count) and len(waiting) <= _WAITING_MAX:
                     return
                 waiting.popleft()
                 events.append(Refused(request.ticket, FailureReason.FULL))
@@ -218,7 +221,7 @@ class CatalogWriter:
                 events.append(Placed(request.ticket, (), ()))
                 continue
             ticket = opened[request.ticket] = work.reserve(keys, request.payload_bytes)
-            writing.update(keys)
+            fresh.update(keys)
             places = tuple(map(Place, ticket.places()))
             events.append(Placed(request.ticket, ticket.keys, places))
 
@@ -232,11 +235,11 @@ class CatalogWriter:
         self._waits_since = now
         return True
 
-    def _can_wait(self, work: CatalogTxn, writing: set[OffloadKey]) -> bool:
+    def _can_wait(self, work: CatalogTxn, writing_count: int) -> bool:
         """Say whether something may still free pages: a release, a write, an unpin."""
         return bool(
             work.space.state.pending_pages
-            or writing
+            or writing_count
             or len(work.evicted) >= EVICT_COUNT_MAX
             or (self._pins and work.record_count())
         )

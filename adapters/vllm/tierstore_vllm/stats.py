@@ -47,21 +47,23 @@ class StatsSource:
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
+        self._change_count = 0
         self._reported: Mapping[str, float] = {}
 
     def take(self) -> TierStoreStats | None:
         """Return what was counted since the last call; None when nothing was."""
-        sums = self._counters.snapshot()
-        if sums == self._reported:
+        change_count = self._counters.change_count
+        if change_count == self._change_count:  # as in nearly every step
             return None
-        before, self._reported = self._reported, sums
-        return TierStoreStats(
-            data={
-                name: amount - before.get(name, 0)
-                for name, amount in sums.items()
-                if amount != before.get(name, 0)
-            }
-        )
+        # Read before the sums: a change in between is seen again, and adds nothing then.
+        self._change_count = change_count
+        before, self._reported = self._reported, self._counters.snapshot()
+        data = {
+            name: amount - before.get(name, 0)
+            for name, amount in self._reported.items()
+            if amount != before.get(name, 0)
+        }
+        return TierStoreStats(data=data) if data else None
 
 
 class TierStorePromMetrics(KVConnectorPromMetrics):
