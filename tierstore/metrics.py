@@ -3,6 +3,7 @@
 Code names a row of `Metric`, never a string. Exporters read `Counters.snapshot()`.
 """
 
+import functools
 import threading
 from collections import defaultdict
 from enum import Enum
@@ -71,7 +72,7 @@ class Counters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sums: dict[tuple[Metric, str], float] = defaultdict(int)
+        self._sums: dict[str, float] = defaultdict(int)
         self.change_count = 0
         """Grows with every change, so that whoever asks often sees at once that nothing changed."""
 
@@ -79,14 +80,15 @@ class Counters:
         """Add `amount` to one metric; call once per batch, not per chunk."""
         if amount:
             with self._lock:
-                self._sums[metric, label] += amount
+                self._sums[_name_of(metric, label)] += amount
                 self.change_count += 1
 
     def snapshot(self) -> dict[str, float]:
         """Return all sums so far, by `name` or `name{label="value"}`."""
         with self._lock:
-            sums = dict(self._sums)
-        return {
-            metric.metric_name + (f'{{{metric.label}="{label}"}}' if label else ""): amount
-            for (metric, label), amount in sums.items()
-        }
+            return dict(self._sums)
+
+
+@functools.cache  # labels are few: tiers and reasons
+def _name_of(metric: Metric, label: str) -> str:
+    return metric.metric_name + (f'{{{metric.label}="{label}"}}' if label else "")

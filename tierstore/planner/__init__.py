@@ -3,6 +3,7 @@
 from tierstore.planner.load import LoadTarget
 from tierstore.planner.planner import OffloadPlanner, PrefixAnswer
 from tierstore.planner.step import (
+    NOTHING_PLANNED,
     EngineStep,
     FullTable,
     NewBlocks,
@@ -12,6 +13,7 @@ from tierstore.planner.step import (
 )
 
 __all__ = [
+    "NOTHING_PLANNED",
     "EngineStep",
     "FullTable",
     "LoadTarget",

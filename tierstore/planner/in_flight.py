@@ -61,9 +61,8 @@ class InFlight:
         """Name the offloads that still read any of these blocks."""
         if not self._readers:
             return set()
-        found = set(map(self._readers.get, block_ids))
-        found.discard(None)
-        return found
+        readers = self._readers
+        return {readers[block_id] for block_id in block_ids if block_id in readers}
 
     def offloads_of(self, request_ids: Sequence[str]) -> set[JobId]:
         """Name the offloads that read blocks of any of these requests."""

@@ -17,7 +17,7 @@ from tierstore.planner.load import LoadTarget, build_load
 from tierstore.planner.match import match_prefix
 from tierstore.planner.offload import Offloads
 from tierstore.planner.request import RequestOffloadState, Wait
-from tierstore.planner.step import EngineStep, PlannedStep
+from tierstore.planner.step import NOTHING_PLANNED, EngineStep, PlannedStep
 from tierstore.tier.stack import TierStack
 from tierstore.transfer import Command, JobId, StepPlan, TransferDone
 
@@ -191,10 +191,15 @@ class OffloadPlanner:
         The work is proportional to the blocks that came and the chunks that this step completes.
         """
         self._take_tables(step)
-        self._fences |= self._in_flight.readers_of(step.overwritten_block_ids)
-        self._fences |= self._in_flight.offloads_of(step.preempted)
+        if step.overwritten_block_ids:
+            self._fences |= self._in_flight.readers_of(step.overwritten_block_ids)
+        if step.preempted:
+            self._fences |= self._in_flight.offloads_of(step.preempted)
         offloads = self._offloads.plan(step, self._requests)
         commands = (*self._loads, *self._stack.commands(), *offloads)
+        self._idle_steps = 0 if commands else self._idle_steps + 1
+        if not (commands or self._fences or self._failed_requests):
+            return NOTHING_PLANNED
         planned = PlannedStep(
             StepPlan(commands=commands, fence_job_ids=tuple(sorted(self._fences))),
             self._load_requests,
@@ -202,10 +207,11 @@ class OffloadPlanner:
         )
         self._loads, self._load_requests = [], {}
         self._failed_requests, self._fences = [], set()
-        self._idle_steps = 0 if commands else self._idle_steps + 1
         return planned
 
     def _take_tables(self, step: EngineStep) -> None:
+        if not (step.full_tables or step.new_blocks):
+            return
         written: list[Sequence[int]] = []
         for table in step.full_tables:
             state = self._requests.get(table.request_id)

@@ -5,7 +5,15 @@ from dataclasses import dataclass, field
 
 from tierstore.transfer import JobId, StepPlan
 
-__all__ = ["EngineStep", "FullTable", "NewBlocks", "PlannedStep", "Progress", "StateBlock"]
+__all__ = [
+    "NOTHING_PLANNED",
+    "EngineStep",
+    "FullTable",
+    "NewBlocks",
+    "PlannedStep",
+    "Progress",
+    "StateBlock",
+]
 
 BlockTables = Sequence[Sequence[int]]
 """Block ids per group, by group index; 0 is the null block."""
@@ -72,3 +80,7 @@ class PlannedStep:
     load_requests: dict[JobId, str] = field(default_factory=dict)
     failed_requests: tuple[str, ...] = ()
     """Promised a hit that is gone by now: to be computed. No command will answer for them."""
+
+
+NOTHING_PLANNED = PlannedStep(StepPlan())
+"""Most steps: requests decode, and complete no chunk."""

@@ -106,6 +106,10 @@ class StepMetadata(KVConnectorMetadata):
     asks_for_adapters: bool = False
     """The ranks shall tell of all adapters, not only of those that changed."""
 
+    def is_empty(self) -> bool:
+        """Say whether there is nothing to do; a request that waits for a load comes with one."""
+        return not (self.plan or self.failed_requests or self.asks_for_adapters)
+
 
 @dataclass(slots=True)
 class RankAnswer:

@@ -26,10 +26,15 @@ from tierstore.clock import MonotonicClock
 from tierstore.config import StoreConfig
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters
-from tierstore.planner import EngineStep, LoadTarget, OffloadPlanner, PlannedStep
+from tierstore.planner import (
+    NOTHING_PLANNED,
+    EngineStep,
+    LoadTarget,
+    OffloadPlanner,
+    PlannedStep,
+)
 from tierstore.tier.residency import ResidencyLog
 from tierstore.tier.stack import TierStack
-from tierstore.transfer import StepPlan
 from tierstore_vllm.events import EventSource
 from tierstore_vllm.layout import EngineShape
 from tierstore_vllm.lora import AdapterRequests
@@ -255,6 +260,9 @@ class SchedulerHalf:
         return self._announce(self._plan(None))
 
     def _announce(self, planned: PlannedStep) -> StepMetadata:
+        asks_for_adapters = self._adapters.take_question()
+        if planned is NOTHING_PLANNED and not self._promised:
+            return StepMetadata(asks_for_adapters=asks_for_adapters)
         failed = self._promised.union(planned.failed_requests)
         failed.difference_update(planned.load_requests.values())
         self._promised.clear()
@@ -268,10 +276,10 @@ class SchedulerHalf:
             planned.load_requests,
             tuple(failed),
             claims,
-            asks_for_adapters=self._adapters.take_question(),
+            asks_for_adapters=asks_for_adapters,
         )
 
-    @_guarded(PlannedStep(StepPlan()), is_fatal=True)
+    @_guarded(NOTHING_PLANNED, is_fatal=True)
     def _plan(self, output: "SchedulerOutput | None") -> PlannedStep:
         step = EngineStep() if output is None else self._reader.read(output)
         return self._planner.plan_step(step)

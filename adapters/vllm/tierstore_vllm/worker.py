@@ -135,6 +135,8 @@ class WorkerHalf:
 
     def start_transfers(self, step: StepMetadata) -> None:
         """Submit everything but the offloads; take over the requests that wait for loads."""
+        if step.is_empty():  # as most are
+            return
         self._load_requests.update(step.load_requests)
         self._results.finished_recving.update(step.failed_requests)
         self._results.failed_recving.update(step.failed_requests)
