@@ -10,8 +10,10 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore.transfer import FailureReason, JobId, TransferDone
+from tierstore.transfer import FailureReason, JobId, Load, StepPlan, TransferDone
 from tierstore_vllm.messages import (
+    Adapter,
+    AdapterClaim,
     RankAnswer,
     RankTally,
     StepMetadata,
@@ -83,7 +85,26 @@ def test_every_order_of_answers_gives_one_final_answer(order, lateness, data):
 
 
 def test_an_empty_step_is_small():
-    assert len(pickle.dumps(StepMetadata())) < 200
+    assert len(pickle.dumps(StepMetadata())) < 100
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        StepMetadata(),
+        StepMetadata(failed_requests=("r",)),
+        StepMetadata(asks_for_adapters=True),
+        StepMetadata(StepPlan(fence_job_ids=(JobId(3),))),
+        StepMetadata(
+            StepPlan(commands=(Load(job_id=JobId(1), parts=()),)),
+            {JobId(1): "r"},
+            claims={JobId(1): AdapterClaim(Adapter("a", "p"), 1, {0: b"digest"})},
+        ),
+    ],
+)
+def test_a_step_says_the_same_in_another_process(step):
+    assert pickle.loads(pickle.dumps(step)) == step
+    assert step.is_empty() == (step == StepMetadata())
 
 
 def test_the_worker_half_stays_behind_when_a_hello_goes_to_another_process():

@@ -110,6 +110,18 @@ class StepMetadata(KVConnectorMetadata):
         """Say whether there is nothing to do; a request that waits for a load comes with one."""
         return not (self.plan or self.failed_requests or self.asks_for_adapters)
 
+    def __reduce__(self) -> tuple[type[Self], tuple[object, ...]]:
+        """Go to the workers without the fields where they say nothing."""
+        if self.is_empty():
+            return type(self), ()
+        return type(self), (
+            self.plan,
+            self.load_requests,
+            self.failed_requests,
+            self.claims,
+            self.asks_for_adapters,
+        )
+
 
 @dataclass(slots=True)
 class RankAnswer:
