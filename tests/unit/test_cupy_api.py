@@ -16,6 +16,7 @@ from cuda_engines import BATCHES, KERNELS, RECTANGLES, make_engine
 from tierstore.dma import cupy_api
 from tierstore.dma.cuda_api import Rectangles
 from tierstore.dma.cupy_api import CupyApi
+from tierstore.dma.kernel_source import KERNEL_SOURCE
 from tierstore.errors import DeviceBusyError, DeviceError, MissingExtraError
 from tierstore.testing.copy_conformance import CopyConformance, HostMemory
 
@@ -101,12 +102,6 @@ class Stream:
         Stream.handles += 1
         self.ptr = Stream.handles
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        return None
-
 
 class Driver:
     """`libcuda.so.1` with the signatures of its header."""
@@ -145,14 +140,9 @@ class Driver:
 def stand_in(monkeypatch) -> Runtime:
     runtime = Runtime()
 
-    class RawKernel:
-        def __init__(self, source, name):
-            assert f" {name}(" in source
-
-        def compile(self):
-            pass
-
-        def __call__(self, grid, block, arguments):
+    class Function:
+        def __call__(self, grid, block, arguments, *, stream):
+            assert stream.ptr > 100
             runtime.calls.append("kernel")
             assert grid[0] in range(1, 5)
             assert block == (1024,)
@@ -162,13 +152,29 @@ def stand_in(monkeypatch) -> Runtime:
             for i in range(count):
                 ctypes.memmove(*rows[3 * i : 3 * i + 3])
 
+    class Module:
+        def load(self, binary):
+            assert binary == b"cubin"
+
+        def get_function(self, name):
+            assert f" {name}(" in KERNEL_SOURCE
+            return Function()
+
+    def compile_using_nvrtc(source, *, cache_in_memory):
+        assert source == KERNEL_SOURCE
+        assert cache_in_memory  # else it leaves files
+        return b"cubin", None
+
     cuda = SimpleNamespace(
         runtime=runtime,
         driver=SimpleNamespace(CUDADriverError=StandInError),
-        compiler=SimpleNamespace(CompileException=StandInError),
+        compiler=SimpleNamespace(
+            CompileException=StandInError, compile_using_nvrtc=compile_using_nvrtc
+        ),
+        Module=Module,
         Stream=Stream,
     )
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda, RawKernel=RawKernel))
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(cupy_api, "_load_driver", lambda _: Driver(runtime))
     return runtime
 
@@ -234,6 +240,15 @@ def test_the_attributes_of_a_batch_have_the_size_of_the_header() -> None:
 def test_without_cupy_the_error_names_the_extras(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(MissingExtraError, match=r"tierstore\[cuda12\] or tierstore\[cuda13\]"):
+        CupyApi(0, kernel_sms=4)
+
+
+def test_a_home_that_cupy_cannot_write_to_is_named_with_the_remedy(monkeypatch, tmp_path) -> None:
+    """CuPy 14 makes a folder in it when it is imported; an engine must not end of that."""
+    (tmp_path / "cupy.py").write_text("raise PermissionError(13, 'denied', '/.cupy')")
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(DeviceError, match=r"/\.cupy.*CUPY_CACHE_DIR"):
         CupyApi(0, kernel_sms=4)
 
 
