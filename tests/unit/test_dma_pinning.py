@@ -1,5 +1,7 @@
 """Pinning in the background: order, growth, refusal, graph capture, and what is left at the end."""
 
+import threading
+import time
 from collections import deque
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 from tierstore.clock import MonotonicClock
 from tierstore.dma.host_memory import bind_to_node, prefault
 from tierstore.dma.pinning import PoolPinner
+from tierstore.errors import DeviceBusyError
 from tierstore.memory import HostPool
 from tierstore.metrics import Counters
 from tierstore.testing.fake_cuda import FakeCuda
@@ -98,21 +101,52 @@ def test_a_refusal_leaves_the_rest_pageable_with_one_warning(pool, caplog) -> No
     assert counters.snapshot()["pinned_bytes"] == 0
 
 
-def test_pinning_pauses_while_a_graph_is_captured_and_goes_on_after(pool, caplog) -> None:
-    api, tasks = FakeCuda(), Tasks()
-    api.busy = True
+class Capturing(FakeCuda):
+    """Refuses registrations while a graph is captured, and tells of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.busy = True
+        self.refused = threading.Semaphore(0)
+
+    def register_host(self, address: int, size_bytes: int) -> None:
+        try:
+            super().register_host(address, size_bytes)
+        except DeviceBusyError:
+            self.refused.release()
+            raise
+
+
+def in_threads(task) -> None:
+    threading.Thread(target=task, daemon=True).start()
+
+
+def test_pinning_goes_on_by_itself_when_a_graph_has_been_captured(pool, caplog) -> None:
+    api = Capturing()
+    api.use_device()
     pinner = make_pinner(api, pool)
-    pinner.open(tasks.spawn)
-    tasks.run()
+    pinner.open(in_threads)
+    for _ in range(2):
+        assert api.refused.acquire(timeout=10)
     assert pinner.pinned(addresses(pool)).tolist() == [False] * PIECES
-    pinner.resume()
-    tasks.run()
     api.busy = False
-    pinner.resume()
-    tasks.run()
-    assert pinner.pinned(addresses(pool)) is None
+    until = time.monotonic() + 10
+    while pinner.pinned(addresses(pool)) is not None:
+        assert time.monotonic() < until
     assert caplog.records == []
     pinner.close()
+    assert api.registered_bytes == 0
+
+
+def test_close_does_not_wait_for_the_end_of_a_capture(pool) -> None:
+    api, counters = Capturing(), Counters()
+    pinner = make_pinner(api, pool, counters)
+    pinner.open(in_threads)
+    assert api.refused.acquire(timeout=10)
+    pinner.close()
+    api.busy = False
+    assert not api.refused.acquire(timeout=0.3)
+    assert api.registered_bytes == 0
 
 
 def test_close_stops_halfway_and_unregisters_what_was_pinned(pool) -> None:
