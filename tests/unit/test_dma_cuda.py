@@ -364,6 +364,18 @@ def test_loads_may_be_submitted_from_many_threads(seed) -> None:
     setup.engine.close()
 
 
+def test_a_submission_uses_the_room_of_copies_that_ended_since_the_last_poll() -> None:
+    """I/O threads submit batch after batch while the engine's step, and so the poll, takes long."""
+    setup = Setup(KERNELS)
+    count = 3 * BLOCK_COUNT
+    for copy_id in range(count):
+        setup.load(copy_id, [copy_id % BLOCK_COUNT], [copy_id % BLOCK_COUNT])
+        setup.api.run_all()
+    assert setup.api.calls.count("copy_by_kernel") == count
+    assert setup.engine.poll() == list(range(count))
+    setup.engine.close()
+
+
 def test_close_waits_for_what_was_submitted_and_gives_everything_back() -> None:
     setup = Setup(KERNELS, steps_per_query=0)
     setup.fill(3, 4)

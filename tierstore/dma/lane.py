@@ -129,12 +129,14 @@ class Lane:
         self._waiting: deque[LaneCopy] = deque()
         self._in_flight: deque[_Segment] = deque()
         self._entry_count = 0
-        self._lost: list[CopyId] = []
-        """Failed copies without an event."""
+        self._progress = LaneProgress()
+        """What the next poll tells."""
 
     def submit(self, copy: LaneCopy) -> None:
         """Enqueue a copy, on the stream as far as there is room."""
         with self._lock:
+            # What has ended since the last poll makes room: a step may lie between two of them.
+            self._pop()
             self._waiting.append(copy)
             self._push()
 
@@ -143,13 +145,14 @@ class Lane:
 
         Finds nothing while another thread submits: the next call will.
         """
-        progress = LaneProgress()
-        if self._lock.acquire(blocking=False):
-            try:
-                self._pop(progress)
-                self._push()
-            finally:
-                self._lock.release()
+        if not self._lock.acquire(blocking=False):
+            return LaneProgress()
+        try:
+            self._pop()
+            self._push()
+            progress, self._progress = self._progress, LaneProgress()
+        finally:
+            self._lock.release()
         return progress
 
     def hold_stream(self, stream: Stream, copy_ids: set[CopyId]) -> None:
@@ -168,22 +171,19 @@ class Lane:
 
     def close(self) -> LaneProgress:
         """Wait for everything that was submitted, destroy the stream, free its memory."""
-        progress = LaneProgress()
         with self._lock:
             while self._waiting or self._in_flight:
                 self._push()
                 self._api.synchronize(self._stream)
-                self._pop(progress)
+                self._pop()
             self._api.destroy_stream(self._stream)
             self._tables = []
             if self._table_address is not None:
                 self._api.free_host(self._table_address)
                 self._table_address = None
-        return progress
+        return self._progress
 
-    def _pop(self, progress: LaneProgress) -> None:
-        progress.failed += self._lost
-        self._lost.clear()
+    def _pop(self) -> None:
         while self._in_flight and self._has_ended(self._in_flight[0]):
             segment = self._in_flight.popleft()
             self._events.give(segment.event)
@@ -191,7 +191,8 @@ class Lane:
             if segment.table is not None:
                 self._tables.append(segment.table)
             if segment.is_last:
-                ids = progress.failed if segment.copy.failed else progress.arrived
+                failed = segment.copy.failed
+                ids = self._progress.failed if failed else self._progress.arrived
                 ids.append(segment.copy.copy_id)
 
     def _has_ended(self, segment: _Segment) -> bool:
@@ -257,7 +258,7 @@ class Lane:
         # Nothing but waiting tells now when the accepted calls end; a lost device has ended them.
         with suppress(DeviceError):
             self._api.synchronize(self._stream)
-        self._lost.append(copy.copy_id)
+        self._progress.failed.append(copy.copy_id)
 
     def _fail(self, copy: LaneCopy, what: str, error: DeviceError) -> None:
         _logger.error("copy failed: copy=%d call=%s cause=%s", copy.copy_id, what, error)
