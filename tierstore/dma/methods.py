@@ -105,9 +105,10 @@ class RegionBorders:
             room = np.minimum(
                 _room(self._device, runs.device_addresses), _room(self._pool, runs.pool_addresses)
             )
-            crossing = np.flatnonzero(room < runs.sizes_bytes)
-            if len(crossing) == 0:
+            crosses = room < runs.sizes_bytes
+            if not crosses.any():
                 return runs
+            crossing = np.flatnonzero(crosses)
             heads = room[crossing]
             sizes = runs.sizes_bytes.copy()
             sizes[crossing] = heads
@@ -134,7 +135,7 @@ class RegionBorders:
 
 def _room(borders: IntArray, addresses: IntArray) -> IntArray:
     """Return the bytes from each address to the next border."""
-    room: IntArray = borders[np.searchsorted(borders, addresses, side="right")] - addresses
+    room: IntArray = borders[borders.searchsorted(addresses, side="right")] - addresses
     return room
 
 
@@ -178,9 +179,14 @@ class MethodSelector:
                 by_kernel = rest[np.flatnonzero(small)]
                 calls.append(_slices(CopyMethod.KERNEL, by_kernel, TABLE_ROWS))
                 rest = rest[np.flatnonzero(~small)]
-        if thresholds.pitched_from_bytes is not None and len(rest) >= _ROWS_MIN:
+        pitched_from_bytes = thresholds.pitched_from_bytes
+        if (
+            pitched_from_bytes is not None
+            and len(rest) >= _ROWS_MIN
+            and int(rest.sizes_bytes.max()) >= pitched_from_bytes
+        ):
             split = split_rectangles(
-                rest, width_bytes_min=thresholds.pitched_from_bytes, row_count_min=_ROWS_MIN
+                rest, width_bytes_min=pitched_from_bytes, row_count_min=_ROWS_MIN
             )
             if len(split.rectangles) and bool(self._borders.hold(split.rectangles).all()):
                 calls.append(_slices(CopyMethod.PITCHED, split.rectangles, _PLAIN_RUNS_MAX))
