@@ -246,8 +246,9 @@ def test_a_fence_hurries_what_is_held_back() -> None:
     setup.engine.close()
 
 
-def test_kernels_wait_for_a_free_table_and_a_fence_does_without() -> None:
-    setup = Setup(KERNELS)
+@pytest.mark.parametrize(("has_batch", "call"), [(True, "copy_batch"), (False, "copy_each")])
+def test_kernels_wait_for_a_free_table_and_a_fence_does_without(has_batch, call) -> None:
+    setup = Setup(KERNELS, has_batch=has_batch)
     offloads = setup.engine._lanes[0]._stream
     setup.api.held.add(offloads)
     for copy_id in range(20):
@@ -256,7 +257,7 @@ def test_kernels_wait_for_a_free_table_and_a_fence_does_without() -> None:
     assert setup.api.calls.count("copy_by_kernel") == 8
     setup.engine.fence((CopyId(19),))
     assert setup.api.calls.count("copy_by_kernel") == 8
-    assert "copy_each" in setup.api.calls
+    assert [name for name in setup.api.calls if name.startswith("copy_")][8:] == [call] * 12
     setup.api.held.clear()
     setup.wait(*range(20))
     assert (setup.slot(3) == 20).all()
@@ -373,6 +374,36 @@ def test_a_submission_uses_the_room_of_copies_that_ended_since_the_last_poll() -
         setup.api.run_all()
     assert setup.api.calls.count("copy_by_kernel") == count
     assert setup.engine.poll() == list(range(count))
+    setup.engine.close()
+
+
+def test_a_fence_uses_the_tables_of_kernels_that_ended_since_the_last_poll() -> None:
+    setup = Setup(KERNELS)
+    offloads = setup.engine._lanes[0]._stream
+    setup.api.held.add(offloads)
+    for copy_id in range(10):
+        setup.offload(copy_id, [copy_id], [copy_id])
+    setup.api.held.clear()
+    setup.api.run_all()
+    setup.engine.fence((CopyId(9),))
+    assert setup.api.calls.count("copy_by_kernel") == 10
+    setup.wait(*range(10))
+    setup.engine.close()
+
+
+@pytest.mark.parametrize("config", [BATCHES, KERNELS, RECTANGLES])
+def test_nothing_on_the_engines_step_waits_for_the_device(config) -> None:
+    setup = Setup(config)
+    setup.api.held.update(setup.api._queues)  # whoever waits now waits for ever
+    setup.compute(3, 7)
+    for copy_id in range(1, 100, 2):
+        setup.offload(copy_id, [3], [5])
+        setup.engine.fence((CopyId(copy_id),))
+        mark = setup.engine.mark_compute()
+        setup.load(copy_id + 1, [3], [5], after=mark, urgent=copy_id % 3 == 0)
+        assert setup.engine.poll() == []
+    assert "synchronize" not in setup.api.calls
+    setup.api.held.clear()
     setup.engine.close()
 
 

@@ -161,6 +161,7 @@ class Lane:
         Those that still wait for room are enqueued now, however long the queue gets.
         """
         with self._lock:
+            self._pop()
             hurried = [i for i, copy in enumerate(self._waiting) if copy.copy_id in copy_ids]
             if hurried:
                 self._push(hurried=hurried[-1] + 1)
@@ -266,14 +267,16 @@ class Lane:
         copy.calls.clear()
 
     def _call(self, calls: CopyCalls, table: IntArray | None, *, early_reads: bool) -> None:
-        runs = calls.runs
+        runs, method = calls.runs, calls.method
+        if method is CopyMethod.KERNEL and table is None:
+            # A hurried copy whose tables are all in flight: slower, but no waiting.
+            method = CopyMethod.BATCH if self._api.has_batch else CopyMethod.PLAIN
         if isinstance(runs, Rectangles):
             self._api.copy_pitched(runs, self._stream)
-        elif calls.method is CopyMethod.BATCH:
+        elif method is CopyMethod.BATCH:
             self._api.copy_batch(runs, self._stream, early_reads=early_reads)
         elif table is not None:
             fill_table(table, runs)
             self._api.copy_by_kernel(table, len(runs), self._stream)
         else:
-            # Also a hurried kernel copy whose tables are all in flight: slower, but no waiting.
             self._api.copy_each(runs, self._stream)
