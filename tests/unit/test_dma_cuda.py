@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore.dma.lane import ENTRIES_MAX
+from tierstore.dma.pinning import PIECE_BYTES
 from tierstore.dma.protocol import CopyId
 from tierstore.errors import DeviceError, LayoutError
 from tierstore.layout import PAGE_BYTES, ChunkOrder
@@ -24,11 +25,19 @@ LAYERS = 5
 class Setup:
     """A registered engine, its device memory and its pool."""
 
-    def __init__(self, config=BATCHES, *, slot_count=BLOCK_COUNT, pinned=True, **fake) -> None:
+    def __init__(
+        self,
+        config=BATCHES,
+        *,
+        slot_count=BLOCK_COUNT,
+        pinned=True,
+        compute_stream=None,
+        **fake,
+    ) -> None:
         self.api = FakeCuda(**fake)
         self.memory = FakeDeviceMemory(self.api, np.zeros(BLOCK_COUNT * PAGE * LAYERS, np.uint8))
         self.pool = HostPool(slot_count * PAGE_BYTES)
-        self.engine = make_engine(self.api, config, pinned=pinned)
+        self.engine = make_engine(self.api, config, pinned=pinned, compute_stream=compute_stream)
         caches = make_caches(self.memory, [PAGE] * LAYERS, 0, ChunkOrder.LAYER_MAJOR)
         self.engine.register(caches, 1, self.pool.address, self.pool.size_bytes)
         self.api.calls.clear()
@@ -179,6 +188,28 @@ def test_a_passed_mark_costs_no_wait_and_its_event_is_used_again() -> None:
     setup.engine.close()
 
 
+def test_copies_keep_their_place_in_the_work_of_the_engines_own_stream() -> None:
+    streams = []
+    setup = Setup(compute_stream=lambda: streams[-1])
+    streams.append(setup.api.create_stream())
+    setup.api.held.add(streams[-1])
+    setup.api.launch(streams[-1], lambda: setup.fill(3, 7))
+    setup.offload(1, [3], [5])
+    setup.engine.fence((CopyId(1),))
+    setup.api.launch(streams[-1], lambda: setup.fill(3, 8))
+    setup.slot(6)[:] = 9
+    setup.load(2, [4], [6], after=setup.engine.mark_compute())
+    setup.api.run_all()
+    assert setup.engine.poll() == []
+    setup.api.held.clear()
+    setup.wait(1, 2)
+    setup.api.run_all()
+    assert (setup.slot(5) == 7).all()
+    assert (setup.block(3) == 8).all()
+    assert (setup.block(4) == 9).all()
+    setup.engine.close()
+
+
 def test_an_urgent_load_does_not_queue_behind_others() -> None:
     setup = Setup()
     slow = setup.engine._lanes[1]._stream
@@ -223,6 +254,21 @@ def test_a_full_queue_holds_copies_back_and_poll_submits_them() -> None:
     setup.api.held.clear()
     assert setup.wait(*range(count)) == list(range(count))
     assert setup.api.depth_max <= ENTRIES_MAX
+    setup.engine.close()
+
+
+def test_a_queue_that_has_emptied_takes_as_many_copies_again() -> None:
+    setup = Setup(has_batch=False, has_kernel=False)
+    offloads = setup.engine._lanes[0]._stream
+    fitting = ENTRIES_MAX // LAYERS
+    for _ in range(3):
+        setup.api.calls.clear()
+        setup.api.held.add(offloads)
+        for copy_id in range(fitting):
+            setup.offload(copy_id, [copy_id % BLOCK_COUNT], [copy_id % BLOCK_COUNT])
+        assert setup.api.calls.count("copy_each") == fitting
+        setup.api.held.clear()
+        setup.wait(*range(fitting))
     setup.engine.close()
 
 
@@ -318,6 +364,21 @@ def _offload_and_load(setup: Setup) -> dict[int, bool]:
         if outcome == {1: True, 2: True}:
             assert (setup.block(4) == 8).all()
     return outcome
+
+
+def test_a_copy_whose_end_cannot_be_told_is_reported_when_nothing_is_under_way() -> None:
+    setup = Setup()
+    setup.offload(0, [0], [0])
+    setup.wait(0)  # now there are events to use again
+    # Mark, wait, copy, and then the event behind it.
+    setup.api.fail_calls = {setup.api.fallible_count + 3}
+    setup.offload(1, [1], [1])
+    assert setup.engine.poll() == []
+    assert setup.engine.take_failed() == [1]
+    setup.slot(1)[:] = 77
+    setup.api.run_all()
+    assert (setup.slot(1) == 77).all()
+    setup.engine.close()
 
 
 def test_a_copy_that_failed_halfway_is_reported_after_its_accepted_half() -> None:
@@ -426,6 +487,43 @@ def test_a_closed_engine_refuses_copies() -> None:
     setup.engine.close()
     with pytest.raises(LayoutError):
         setup.load(1, [3], [5])
+
+
+@pytest.mark.parametrize("config", [BATCHES, KERNELS, RECTANGLES])
+def test_no_copy_reaches_across_two_allocations_of_the_device(config) -> None:
+    """Layer 0 and 1 are adjacent but allocated apart; their last and first block make one run."""
+    api = FakeCuda()
+    memory = FakeDeviceMemory(api, np.full(2 * BLOCK_COUNT * PAGE, 3, np.uint8))
+    both = api._device.ranges.pop(memory.address)
+    for half in np.split(both, 2):
+        api._device.ranges[int(half.ctypes.data)] = half
+    pool = HostPool(PAGE_BYTES)
+    engine = make_engine(api, config)
+    caches = make_caches(memory, [PAGE, PAGE], 0, ChunkOrder.LAYER_MAJOR)
+    engine.register(caches, 2, pool.address, pool.size_bytes)
+    engine.submit_offload(CopyId(1), 0, np.array([[0, BLOCK_COUNT - 1]]), np.array([0]))
+    while not engine.poll():
+        assert engine.take_failed() == []
+    assert (pool.array[: 4 * PAGE] == 3).all()
+    engine.close()
+
+
+@pytest.mark.parametrize("config", [BATCHES, KERNELS, RECTANGLES])
+def test_no_copy_reaches_across_two_registrations_of_the_pool(config) -> None:
+    api = FakeCuda()
+    memory = FakeDeviceMemory(api, np.full(BLOCK_COUNT * PAGE_BYTES, 3, np.uint8))
+    pool = HostPool(PIECE_BYTES + BLOCK_COUNT * PAGE_BYTES)
+    engine = make_engine(api, config)
+    caches = make_caches(memory, [PAGE_BYTES], 0, ChunkOrder.LAYER_MAJOR)
+    engine.register(caches, 1, pool.address, pool.size_bytes)
+    blocks = np.arange(4)
+    slots = PIECE_BYTES // PAGE_BYTES - 2 + blocks  # two on either side
+    engine.submit_offload(CopyId(1), 0, blocks[:, None], slots)
+    while not engine.poll():
+        assert engine.take_failed() == []
+    start = PIECE_BYTES - 2 * PAGE_BYTES
+    assert (pool.array[start : start + 4 * PAGE_BYTES] == 3).all()
+    engine.close()
 
 
 def test_caches_of_another_device_are_refused() -> None:

@@ -1,5 +1,6 @@
 """Pinning in the background: order, growth, refusal, graph capture, and what is left at the end."""
 
+import mmap
 import threading
 import time
 from collections import deque
@@ -172,6 +173,53 @@ def test_a_pool_that_is_never_pinned_says_so() -> None:
     pinner = PoolPinner(FakeCuda(), 1 << 20, 0, Counters())
     assert pinner.pinned(np.array([1 << 20, 2 << 20])).tolist() == [False, False]
     pinner.close()
+
+
+def test_threads_that_pin_are_not_held_up_by_a_capture_elsewhere(pool) -> None:
+    api, tasks = FakeCuda(), Tasks()
+    api.capturing = True
+    pinner = make_pinner(api, pool)
+    pinner.open(tasks.spawn)
+    tasks.run()
+    assert pinner.pinned(addresses(pool)) is None
+    pinner.close()
+
+
+def test_the_pool_lies_on_the_node_of_the_device(pool) -> None:
+    api, tasks = FakeCuda(), Tasks()
+    api.node = 0
+    pinner = make_pinner(api, pool)
+    pinner.open(tasks.spawn)
+    tasks.run()
+    lines = Path("/proc/self/numa_maps").read_text().splitlines()
+    (policy,) = (line.split()[1] for line in lines if line.startswith(f"{pool.address:x} "))
+    assert policy.startswith("prefer")
+    pinner.close()
+
+
+def test_pages_are_there_before_they_are_registered(pool) -> None:
+    """So that threads take them side by side, and the driver holds its lock for less time."""
+    if not prefault(pool.address, 4096):
+        pytest.skip("this kernel cannot give pages beforehand")
+    tasks = Tasks()
+    pinner = make_pinner(FakeCuda(), pool)
+    pinner.open(tasks.spawn)
+    before = resident_bytes()
+    tasks.run()
+    assert resident_bytes() - before >= SIZE - 4096
+    pinner.close()
+
+
+def test_a_pool_asks_for_huge_pages_only_if_told_to() -> None:
+    if not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("this kernel has no transparent huge pages")
+    with HostPool(8 << 20) as plain, HostPool(8 << 20, huge_pages=True) as huge:
+        assert "hg" not in flags_of(plain.address)
+        assert "hg" in flags_of(huge.address)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def test_prefault_and_placement_change_no_byte(pool) -> None:
