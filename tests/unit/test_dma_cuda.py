@@ -32,9 +32,10 @@ class Setup:
         slot_count=BLOCK_COUNT,
         pinned=True,
         compute_stream=None,
+        api=None,
         **fake,
     ) -> None:
-        self.api = FakeCuda(**fake)
+        self.api = api or FakeCuda(**fake)
         self.memory = FakeDeviceMemory(self.api, np.zeros(BLOCK_COUNT * PAGE * LAYERS, np.uint8))
         self.pool = HostPool(slot_count * PAGE_BYTES)
         self.engine = make_engine(self.api, config, pinned=pinned, compute_stream=compute_stream)
@@ -210,6 +211,23 @@ def test_copies_keep_their_place_in_the_work_of_the_engines_own_stream() -> None
     setup.engine.close()
 
 
+@pytest.mark.parametrize("urgent", [False, True])
+def test_slots_may_be_read_before_a_load_has_its_turn_and_blocks_may_not(urgent) -> None:
+    early = []
+
+    class Watched(FakeCuda):
+        def copy_batch(self, runs, stream, *, early_reads) -> None:
+            early.append(early_reads)
+            super().copy_batch(runs, stream, early_reads=early_reads)
+
+    setup = Setup(api=Watched())
+    early.clear()  # of the trial when the caches were registered
+    setup.offload(1, [3], [5])
+    setup.load(2, [4], [6], urgent=urgent)
+    assert early == [False, True]
+    setup.engine.close()
+
+
 def test_an_urgent_load_does_not_queue_behind_others() -> None:
     setup = Setup()
     slow = setup.engine._lanes[1]._stream
@@ -367,9 +385,10 @@ def _offload_and_load(setup: Setup) -> dict[int, bool]:
 
 
 def test_a_copy_whose_end_cannot_be_told_is_reported_when_nothing_is_under_way() -> None:
-    setup = Setup()
+    setup = Setup(steps_per_query=0)
     setup.offload(0, [0], [0])
-    setup.wait(0)  # now there are events to use again
+    setup.api.run_all()
+    assert setup.engine.poll() == [0]  # now there are events to use again
     # Mark, wait, copy, and then the event behind it.
     setup.api.fail_calls = {setup.api.fallible_count + 3}
     setup.offload(1, [1], [1])

@@ -315,7 +315,7 @@ def _import_cupy() -> Any:
     except ImportError as error:
         raise MissingExtraError(
             "KV caches on a GPU need CuPy: install tierstore[cuda12] or tierstore[cuda13], as "
-            "the driver and torch are"
+            f"the driver and torch are ({error})"
         ) from error
     except OSError as error:  # from version 14 on it makes its folder when it is imported
         raise DeviceError(
