@@ -215,6 +215,7 @@ def test_pinning_and_capturing_a_graph_do_not_disturb_each_other() -> None:
         pinner.open(tasks.append)
         values = cupy.zeros(1024, dtype=cupy.float32)
         values += 1  # compiles outside of the capture
+        cupy.cuda.runtime.deviceSynchronize()
         stream = cupy.cuda.Stream(non_blocking=True)
         with stream:
             stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)

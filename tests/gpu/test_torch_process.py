@@ -97,6 +97,7 @@ def test_pinning_does_not_spoil_a_graph_that_torch_captures() -> None:
     tasks: deque = deque()
     values = torch.zeros(1024, device="cuda:0")
     values += 1  # loads torch's kernel
+    torch.cuda.synchronize()
     with HostPool(8 << 20) as pool:
         pinner = PoolPinner(api, pool.address, pool.size_bytes, Counters(), piece_bytes=1 << 20)
         pinner.open(tasks.append)

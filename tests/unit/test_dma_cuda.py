@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore.dma.lane import ENTRIES_MAX
+from tierstore.dma.methods import TABLE_ROWS
 from tierstore.dma.pinning import PIECE_BYTES
 from tierstore.dma.protocol import CopyId
 from tierstore.errors import DeviceError, LayoutError
@@ -272,6 +273,20 @@ def test_a_full_queue_holds_copies_back_and_poll_submits_them() -> None:
     setup.api.held.clear()
     assert setup.wait(*range(count)) == list(range(count))
     assert setup.api.depth_max <= ENTRIES_MAX
+    setup.engine.close()
+
+
+def test_batches_fill_a_stream_by_their_runs() -> None:
+    setup = Setup(slot_count=TABLE_ROWS)
+    offloads = setup.engine._lanes[0]._stream
+    setup.api.held.add(offloads)
+    blocks = np.arange(TABLE_ROWS) % BLOCK_COUNT
+    for copy_id in range(2):  # each five batches, for every chunk has five layers
+        setup.offload(copy_id, blocks, np.arange(TABLE_ROWS))
+    assert setup.api.calls.count("copy_batch") == 6
+    setup.api.held.clear()
+    assert setup.wait(0, 1) == [0, 1]
+    assert setup.api.calls.count("copy_batch") == 10
     setup.engine.close()
 
 

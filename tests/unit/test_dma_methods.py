@@ -167,6 +167,8 @@ def test_many_runs_are_divided_into_calls_of_bounded_size() -> None:
     by_kernel = selector(kernel_below_bytes=4096).select(runs, None, CopyDirection.LOAD)
     assert [len(call.runs) for call in by_kernel] == [TABLE_ROWS, 1]
     assert [call.entry_count for call in by_kernel] == [1, 1]
+    batches = selector().select(copy_runs([64] * (TABLE_ROWS + 33)), None, CopyDirection.LOAD)
+    assert [call.entry_count for call in batches] == [128, 2]
     plain = selector(has_batch=False).select(runs, None, CopyDirection.LOAD)
     assert max(call.entry_count for call in plain) <= 250
 

@@ -38,6 +38,9 @@ TABLE_ROWS = 4096
 _PLAIN_RUNS_MAX = 250
 """Most separate copies that are enqueued between two looks at the queue's length."""
 
+_BATCH_RUNS_PER_ENTRY = 32
+"""A driver submits a batch in one go, but not without end: 24,576 runs fill a stream."""
+
 _ROWS_MIN = 4
 """A rectangle with fewer rows saves too few calls to be looked for."""
 
@@ -83,9 +86,13 @@ class CopyCalls:
 
     @property
     def entry_count(self) -> int:
-        """How many entries of a stream's queue they take."""
-        one_call = self.method in (CopyMethod.BATCH, CopyMethod.KERNEL)
-        return 1 if one_call else len(self.runs)
+        """How many entries of a stream's queue they count as."""
+        match self.method:
+            case CopyMethod.KERNEL:
+                return 1
+            case CopyMethod.BATCH:
+                return -(-len(self.runs) // _BATCH_RUNS_PER_ENTRY)
+        return len(self.runs)
 
 
 class RegionBorders:
