@@ -177,15 +177,13 @@ class MethodSelector:
         rest = _directed(runs, direction)
         calls: list[list[CopyCalls]] = []
         if pinned is not None:
-            loose = rest[np.flatnonzero(~pinned)]
+            rest, loose = _divided(rest, pinned)
             calls.append(_slices(CopyMethod.PLAIN, loose, _PLAIN_RUNS_MAX))
-            rest = rest[np.flatnonzero(pinned)]
         if self._has_kernel:
             small = rest.sizes_bytes < thresholds.kernel_below_bytes
             if np.count_nonzero(small) >= thresholds.kernel_runs_min:
-                by_kernel = rest[np.flatnonzero(small)]
+                by_kernel, rest = _divided(rest, small)
                 calls.append(_slices(CopyMethod.KERNEL, by_kernel, TABLE_ROWS))
-                rest = rest[np.flatnonzero(~small)]
         pitched_from_bytes = thresholds.pitched_from_bytes
         if (
             pitched_from_bytes is not None
@@ -209,6 +207,13 @@ def _directed(runs: CopyRuns, direction: CopyDirection) -> DirectedRuns:
     if direction is CopyDirection.OFFLOAD:
         return DirectedRuns(runs.pool_addresses, runs.device_addresses, runs.sizes_bytes)
     return DirectedRuns(runs.device_addresses, runs.pool_addresses, runs.sizes_bytes)
+
+
+def _divided(runs: DirectedRuns, chosen: BoolArray) -> tuple[DirectedRuns, DirectedRuns]:
+    """Return the chosen runs and the others."""
+    if chosen.all():
+        return runs, runs[:0]
+    return runs[np.flatnonzero(chosen)], runs[np.flatnonzero(~chosen)]
 
 
 def _slices(method: CopyMethod, runs: DirectedRuns | Rectangles, count_max: int) -> list[CopyCalls]:
