@@ -3,7 +3,7 @@
     submit --> waiting --(room?)--> stream's queue --(event complete?)--> poll names the copy
 
 A copy call takes some hundred microseconds once a stream holds about a thousand of them, so a lane
-enqueues no more than `ENTRIES_MAX` and submits the rest as earlier ones complete.
+enqueues no more than `ENTRIES_MAX`; the rest follows in later submissions and polls.
 """
 
 import logging
@@ -24,7 +24,8 @@ __all__ = ["ENTRIES_MAX", "EventPool", "Lane", "LaneCopy", "LaneProgress", "Stre
 _logger = logging.getLogger(__name__)
 
 ENTRIES_MAX = 768
-"""Copies that a stream holds at most, unless a fence hurries; well below a thousand."""
+"""What a stream holds at most, unless a fence hurries: plain copies, well below a thousand, or calls
+that count as so many (`CopyCalls.entry_count`)."""
 
 _TABLE_COUNT = 8
 """Kernel launches in flight per lane; each reads its own table."""
