@@ -24,8 +24,8 @@ __all__ = ["ENTRIES_MAX", "EventPool", "Lane", "LaneCopy", "LaneProgress", "Stre
 _logger = logging.getLogger(__name__)
 
 ENTRIES_MAX = 768
-"""What a stream holds at most, unless a fence hurries: plain copies, well below a thousand, or calls
-that count as so many (`CopyCalls.entry_count`)."""
+"""Plain copies that a stream holds at most, unless a fence hurries, or what counts as so many
+(`CopyCalls.entry_count`); well below a thousand."""
 
 _TABLE_COUNT = 8
 """Kernel launches in flight per lane; each reads its own table."""
