@@ -62,12 +62,14 @@ class ArcPolicy:
 
     def locate(self, keys: Sequence[OffloadKey]) -> list[int | None]:
         """Return the slot of each resident key, None for others."""
-        first, second = self._t2.table, self._t1.table
-        if len(keys) > 1 and first.keys().isdisjoint(keys) and second.keys().isdisjoint(keys):
-            return [None] * len(keys)  # the chunks of a new prompt, mostly
-        if keys and keys[0] in second:
-            # The chunks of a request were mostly used together: one list has them all.
+        if not keys:
+            return []
+        # The chunks of a request mostly came and were used together: one list has them all, or none.
+        first, second = self._t1.table, self._t2.table
+        if keys[0] in second:
             first, second = second, first
+        elif keys[0] not in first and not self.holds_any(keys):
+            return [None] * len(keys)
         slots: list[int | None] = list(map(first.get, keys))
         return list(map(second.get, keys, slots)) if None in slots else slots
 
@@ -91,14 +93,17 @@ class ArcPolicy:
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Make resident keys the most recently used of T2, in order (case I)."""
         self._plan = None
-        t1 = self._t1.table
-        moved = list(filter(t1.__contains__, keys)) if t1 else []
-        if moved:
-            moved = list(dict.fromkeys(moved))
-            self._t2.push(moved, self._t1.pop(moved))
-        if len(moved) < len(keys):
-            # The moved keys too: they take their turn between those that were in T2 before.
+        if self._t1.table.keys().isdisjoint(keys):
             self._t2.touch(keys)
+            return
+        slots = self._t1.pop_present(keys)
+        if None not in slots:
+            self._t2.push(keys, slots)
+            return
+        is_moved = [slot is not None for slot in slots]
+        self._t2.push(list(compress(keys, is_moved)), compress(slots, is_moved))
+        # The moved keys too: they take their turn between those that were in T2 before.
+        self._t2.touch(keys)
 
     def victims(
         self,
