@@ -77,6 +77,15 @@ class PrimaryTier:
         """Return the slot of each resident key, None for others. <= 0.1 us per key."""
         return self._policy.locate(keys)
 
+    def are_new(self, keys: Sequence[OffloadKey]) -> bool:
+        """Say whether no key is resident, arriving, or given twice, so that all can be reserved."""
+        arriving = self._arriving
+        return (
+            (len(keys) == 1 or len(set(keys)) == len(keys))
+            and not self._policy.holds_any(keys)
+            and (not arriving or arriving.keys().isdisjoint(keys))
+        )
+
     @property
     def arriving(self) -> Mapping[OffloadKey, int]:
         """Slots that are reserved but not yet readable, by key (a live view)."""
@@ -95,13 +104,12 @@ class PrimaryTier:
         class_idx = self._group_class[group_idx]
         if class_idx < 0:
             raise ValueError(f"reserve: group {group_idx} is not cached")
+        if not self.are_new(keys):
+            self._require_distinct("reserve", keys)
+            is_arriving = not self._arriving.keys().isdisjoint(keys)
+            state = "arriving" if is_arriving else "resident"
+            _refuse("reserve", f"is {state}", keys, lambda key: not self.are_new([key]))
         count = len(keys)
-        if count > 1 and len(set(keys)) != count:
-            _refuse("reserve", "came twice", keys, lambda key: keys.count(key) > 1)
-        if self._policy.holds_any(keys):
-            _refuse("reserve", "is resident", keys, self._is_resident)
-        if self._arriving and not self._arriving.keys().isdisjoint(keys):
-            _refuse("reserve", "is arriving", keys, self._arriving.__contains__)
         victims = self._choose_victims(class_idx, keys)
         if victims is None:
             return None
@@ -138,15 +146,15 @@ class PrimaryTier:
             ValueError: a key is not resident.
         """
         self._require_resident("pin", keys)
-        pins = self._pins
-        if len(keys) == 1 or not pins.keys().isdisjoint(keys):
-            for key in keys:
-                pins[key] = pins.get(key, 0) + 1
-            return
-        count = len(pins) + len(keys)
-        pins.update(zip(keys, repeat(1)))
-        if len(pins) != count:
-            pins.update(Counter(keys))
+        self._add_pins(keys)
+
+    def pin_resident(self, keys: Sequence[OffloadKey]) -> list[int | None]:
+        """Pin those of the keys that are resident; return their slots, None for the others."""
+        slots = self._policy.locate(keys)
+        if None in slots:
+            keys = [key for key, slot in zip(keys, slots, strict=True) if slot is not None]
+        self._add_pins(keys)
+        return slots
 
     def unpin(self, keys: Sequence[OffloadKey]) -> None:
         """Undo one `pin` per key.
@@ -249,6 +257,17 @@ class PrimaryTier:
             problems.append("a pin count is not positive")
         problems += self._slots.check([*slot_by_key.values(), *self._arriving.values()])
         return problems
+
+    def _add_pins(self, keys: Sequence[OffloadKey]) -> None:
+        pins = self._pins
+        if len(keys) == 1 or (pins and not pins.keys().isdisjoint(keys)):
+            for key in keys:
+                pins[key] = pins.get(key, 0) + 1
+            return
+        count = len(pins) + len(keys)
+        pins.update(zip(keys, repeat(1)))
+        if len(pins) != count:
+            pins.update(Counter(keys))
 
     def _slot_by_key(self) -> dict[OffloadKey, int]:
         order = self._policy.victims(len(self._policy) + 1, ())

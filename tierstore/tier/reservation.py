@@ -31,7 +31,7 @@ class OffloadReservation(NamedTuple):
     """Slots for the keys that were neither resident nor arriving nor refused."""
 
     group_idx: int
-    indices: tuple[int, ...]
+    indices: Sequence[int]
     """Positions in the asked keys, ascending."""
     keys: tuple[OffloadKey, ...]
     slots: IntArray
@@ -58,23 +58,19 @@ class LoadReservation(NamedTuple):
         pinned: tuple[OffloadKey, ...],
     ) -> Self:
         """Fill in the slots that promotes were given; `groups` are keys with those they had."""
-        given = {
-            key: slot
-            for promote in promotes
-            for key, slot in zip(promote.keys, promote.slots.tolist(), strict=True)
-        }
-        return cls(
-            job_id=job_id,
-            keys=tuple(tuple(keys) for keys, _ in groups),
-            slots=tuple(
-                np.array(
-                    [given[k] if s is None else s for k, s in zip(keys, slots, strict=True)]
-                    if given
-                    else slots,
-                    np.int64,
-                )
+        slots_of_groups = [slots for _, slots in groups]
+        if promotes:
+            given: dict[OffloadKey, int] = {}
+            for promote in promotes:
+                given.update(zip(promote.keys, promote.slots.tolist(), strict=True))
+            slots_of_groups = [
+                [given[k] if s is None else s for k, s in zip(keys, slots, strict=True)]
                 for keys, slots in groups
-            ),
-            promotes=tuple(promotes),
-            pinned=pinned,
+            ]
+        return cls(
+            job_id,
+            tuple([tuple(keys) for keys, _ in groups]),
+            tuple([np.array(slots, np.int64) for slots in slots_of_groups]),
+            tuple(promotes),
+            pinned,
         )
