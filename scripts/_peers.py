@@ -32,7 +32,7 @@ from tierstore.layout import PAGE_BYTES
 from tierstore.metrics import Counters
 from tierstore.plane_loop import PlaneLoop
 from tierstore.tier.stack import TierStack
-from tierstore.transfer import TransferDone
+from tierstore.transfer import JobId, TransferDone
 
 __all__ = [
     "FileTier",
@@ -328,6 +328,8 @@ class TierstoreIndex:
         primary = {"capacity": f"{chunk_count * PAGE_BYTES}B", "eviction": policy}
         config = load_config({"version": 1, "primary": primary})
         self._stack = TierStack.open(config, self._manifest, rank_count=1, counters=Counters())
+        # What a worker answers; of a load from memory it says no more than that it is over.
+        self._done = TransferDone(job_id=JobId(0))
 
     def keys(self, block_hashes: Sequence[bytes]) -> list[OffloadKey]:
         """Return the keys of chunks."""
@@ -346,7 +348,7 @@ class TierstoreIndex:
         reservation = self._stack.reserve_load([(0, keys)])
         if reservation is None:
             raise RuntimeError("tierstore: a chunk is not resident")
-        self._stack.finish_load(reservation, TransferDone(job_id=reservation.job_id))
+        self._stack.finish_load(reservation, self._done)
 
 
 def filled(rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:

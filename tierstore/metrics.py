@@ -95,7 +95,8 @@ class Counters:
     def add(self, metric: Metric, amount: float = 1, *, label: str = "") -> None:
         """Add `amount` to one metric; call once per batch, not per chunk."""
         if amount:
-            self.tally(metric, label=label).add(amount)
+            tally = self._tallies.get((metric, label)) or self.tally(metric, label=label)
+            tally.add(amount)
 
     def snapshot(self) -> dict[str, float]:
         """Return all sums so far, by `name` or `name{label="value"}`."""

@@ -11,6 +11,7 @@ from operator import not_, or_
 from typing import NamedTuple
 
 from tierstore.key import OffloadKey
+from tierstore.policy.ghost_queue import GhostQueue
 from tierstore.policy.key_queue import KeyQueue
 
 __all__ = ["ArcPolicy"]
@@ -50,10 +51,8 @@ class ArcPolicy:
             raise ValueError(f"capacity_chunks: expected at least 1, got {capacity_chunks}")
         self._c = capacity_chunks
         self._p = 0.0
-        self._t1: KeyQueue[OffloadKey] = KeyQueue()
-        self._t2: KeyQueue[OffloadKey] = KeyQueue()
-        self._b1: KeyQueue[int] = KeyQueue()
-        self._b2: KeyQueue[int] = KeyQueue()
+        self._t1, self._t2 = KeyQueue(), KeyQueue()
+        self._b1, self._b2 = GhostQueue(), GhostQueue()
         self._plan: _Plan | None = None
         """What `victims` found out, for the `evict` that follows at once."""
         self._returning: set[int] = set()
@@ -131,10 +130,10 @@ class ArcPolicy:
                 self._expect(ghosts[0])
                 self._p = ghosts[1]
             if t1_count == len(keys):
-                self._b1.push(_digests(keys), repeat(0))
+                self._b1.push(_digests(keys))
                 return self._t1.pop(keys)
             if not t1_count:
-                self._b2.push(_digests(keys), repeat(0))
+                self._b2.push(_digests(keys))
                 return self._t2.pop(keys)
             slots, t1_victims, t2_victims = self._pop(keys)
         else:
@@ -144,8 +143,8 @@ class ArcPolicy:
             if not self._no_ghost_in(digests):
                 self._expect(digests)
                 self._p = self._misses(digests, sizes, (t1_victims, t2_victims), len(keys)).p
-        self._b1.push(_digests(t1_victims), repeat(0))
-        self._b2.push(_digests(t2_victims), repeat(0))
+        self._b1.push(_digests(t1_victims))
+        self._b2.push(_digests(t2_victims))
         return slots
 
     def remove(self, keys: Sequence[OffloadKey]) -> list[int]:
@@ -169,16 +168,16 @@ class ArcPolicy:
     def _insert_ghosts(
         self, keys: Sequence[OffloadKey], slots: Sequence[int], digests: Sequence[int]
     ) -> None:
-        b1, b2 = self._b1.table, self._b2.table
+        b1, b2 = self._b1.members, self._b2.members
         if all(map(or_, map(b1.__contains__, digests), map(b2.__contains__, digests))):
             # What left together comes back together, and only strangers drop old ghosts.
-            self._b1.pop_present(digests)
-            self._b2.pop_present(digests)
+            self._b1.remove(digests)
+            self._b2.remove(digests)
             self._t2.push(keys, slots)
             return
         steps = self._replay(digests, (len(self._t1), len(self._t2)), ((), ()), 0)
-        self._b1.pop_present(list(steps.gone))
-        self._b2.pop_present(list(steps.gone))
+        self._b1.remove(steps.gone)
+        self._b2.remove(steps.gone)
         was_ghost = steps.was_ghost
         was_stranger = list(map(not_, was_ghost))
         self._t2.push(list(compress(keys, was_ghost)), compress(slots, was_ghost))
@@ -188,7 +187,7 @@ class ArcPolicy:
         self._returning.update(digests)
         if len(self._returning) > 2 * self._c:
             # Left by batches that never arrived.
-            self._returning &= self._b1.table.keys() | self._b2.table.keys()
+            self._returning &= self._b1.members | self._b2.members
 
     def _victims_for_strangers(
         self, count: int, pinned: Collection[OffloadKey], incoming_count: int
@@ -221,10 +220,8 @@ class ArcPolicy:
         return slots, t1_keys, t2_keys
 
     def _no_ghost_in(self, digests: Sequence[int]) -> bool:
-        b1, b2 = self._b1.table, self._b2.table
-        return (not b1 or b1.keys().isdisjoint(digests)) and (
-            not b2 or b2.keys().isdisjoint(digests)
-        )
+        b1, b2 = self._b1.members, self._b2.members
+        return b1.isdisjoint(digests) and b2.isdisjoint(digests)
 
     def _misses(
         self,
@@ -235,8 +232,8 @@ class ArcPolicy:
     ) -> "_Misses":
         is_plenty = len(cold[0]) == len(cold[1]) == count == len(incoming)
         if is_plenty:
-            in_b1s = list(map(self._b1.table.__contains__, incoming))
-            if all(map(or_, in_b1s, map(self._b2.table.__contains__, incoming))):
+            in_b1s = list(map(self._b1.members.__contains__, incoming))
+            if all(map(or_, in_b1s, map(self._b2.members.__contains__, incoming))):
                 return self._replay_ghosts(in_b1s, sizes, cold)
         return self._replay(incoming, sizes, cold, count).misses
 
@@ -254,7 +251,7 @@ class ArcPolicy:
         batch, `cold` what may be evicted from each in order.
         """
         c, p, (t1_size, t2_size) = self._c, self._p, sizes
-        b1, b2 = self._b1.table, self._b2.table
+        b1, b2 = self._b1.members, self._b2.members
         b1_size, b2_size = len(b1), len(b2)
         t1_cold, t2_cold = map(iter, cold)
         gone: dict[int, None] = {}
@@ -337,16 +334,15 @@ class ArcPolicy:
         return _Misses(p, _in_turns(turns, *cold), turns.count(True))
 
     def _trim(self) -> None:
-        b1_size, b2_size = len(self._b1.table), len(self._b2.table)
+        b1_size, b2_size = len(self._b1.members), len(self._b2.members)
         l1_size = len(self._t1.table) + b1_size
         excess = l1_size - self._c
         if excess > 0 and b1_size:
-            oldest = self._b1.peek(excess)
-            self._b1.pop(oldest)
-            l1_size -= len(oldest)
+            self._b1.drop_oldest(excess)
+            l1_size -= min(excess, b1_size)
         excess = l1_size + len(self._t2.table) + b2_size - 2 * self._c
         if excess > 0 and b2_size:
-            self._b2.pop(self._b2.peek(excess))
+            self._b2.drop_oldest(excess)
 
 
 class _Misses(NamedTuple):
@@ -380,7 +376,7 @@ def _in_turns(
     return [next(t1_next) if from_t1 else next(t2_next) for from_t1 in turns]
 
 
-def _drop_oldest(ghosts: KeyQueue[int], count: int, gone: dict[int, None]) -> Iterator[int]:
+def _drop_oldest(ghosts: GhostQueue, count: int, gone: dict[int, None]) -> Iterator[int]:
     """Add the oldest ghosts to `gone`, one per step; `count` is enough to look at.
 
     When they have all gone, the next would be a victim of this very batch, which is no ghost yet.

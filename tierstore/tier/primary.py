@@ -69,6 +69,8 @@ class PrimaryTier:
         self._arriving: dict[OffloadKey, int] = {}
         self._arriving_view = MappingProxyType(self._arriving)
         self._pins: dict[OffloadKey, int] = {}
+        self._known_new: Sequence[OffloadKey] | None = None
+        """What `are_new` said yes to; true until the next `reserve`, for nothing else adds keys."""
 
     def __len__(self) -> int:
         return len(self._policy)
@@ -78,13 +80,18 @@ class PrimaryTier:
         return self._policy.locate(keys)
 
     def are_new(self, keys: Sequence[OffloadKey]) -> bool:
-        """Say whether no key is resident, arriving, or given twice, so that all can be reserved."""
+        """Say whether no key is resident, arriving, or given twice, so that all can be reserved.
+
+        The next `reserve` does not look again if it is of the same list; leave that as it is.
+        """
         arriving = self._arriving
-        return (
+        is_new = (
             (len(keys) == 1 or len(set(keys)) == len(keys))
             and not self._policy.holds_any(keys)
             and (not arriving or arriving.keys().isdisjoint(keys))
         )
+        self._known_new = keys if is_new else None
+        return is_new
 
     @property
     def arriving(self) -> Mapping[OffloadKey, int]:
@@ -104,7 +111,8 @@ class PrimaryTier:
         class_idx = self._group_class[group_idx]
         if class_idx < 0:
             raise ValueError(f"reserve: group {group_idx} is not cached")
-        if not self.are_new(keys):
+        known_new, self._known_new = self._known_new, None
+        if keys is not known_new and not self.are_new(keys):
             self._require_distinct("reserve", keys)
             is_arriving = not self._arriving.keys().isdisjoint(keys)
             state = "arriving" if is_arriving else "resident"

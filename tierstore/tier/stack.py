@@ -179,15 +179,17 @@ class TierStack:
         Chunks of one prefix come head first. What finds no room (pins) is left out from the tail
         and counted; chunks that are resident already are touched.
         """
-        if self._primary.are_new(keys):
+        tail_first = keys[::-1]
+        if self._primary.are_new(tail_first):
             chosen, indices = keys, range(len(keys))
         else:
             wanted = self._touch_and_drop(keys)
             chosen, indices = list(wanted), list(wanted.values())
-        reserved = self._reserve(group_idx, chosen)
+            tail_first = chosen[::-1]
+        reserved = self._reserve(group_idx, tail_first)
         while reserved is None and chosen:
             chosen = chosen[: len(chosen) // 2]
-            reserved = self._reserve(group_idx, chosen)
+            reserved = self._reserve(group_idx, chosen[::-1])
         refused_count = len(indices) - len(chosen)
         self._counters.add(Metric.REFUSED_OFFLOADS, refused_count, label="primary_pinned")
         return OffloadReservation(
@@ -278,7 +280,7 @@ class TierStack:
         """Give every promote its slots; None: there is no room, and nothing was changed."""
         reserved: list[Promote] = []
         for promote in found:
-            slots = self._reserve(promote.group_idx, promote.keys)
+            slots = self._reserve(promote.group_idx, promote.keys[::-1])
             if slots is None:
                 for undone in reserved:
                     self._primary.abort(undone.keys)
@@ -372,11 +374,11 @@ class TierStack:
             problems += secondary.check()
         return problems
 
-    def _reserve(self, group_idx: int, keys: Sequence[OffloadKey]) -> IntArray | None:
-        """Reserve slots for chunks of one prefix, given and answered head first."""
-        if not keys:
+    def _reserve(self, group_idx: int, tail_first: Sequence[OffloadKey]) -> IntArray | None:
+        """Reserve slots for chunks of one prefix, answered head first."""
+        if not tail_first:
             return None
-        reservation = self._primary.reserve(group_idx, keys[::-1])
+        reservation = self._primary.reserve(group_idx, tail_first)
         if reservation is None:
             return None
         if reservation.evicted:
@@ -386,7 +388,7 @@ class TierStack:
             for cascade in self._cascades:
                 cascade.on_evicted(reservation.evicted)
         if self._cascades:
-            self.demote_victims(group_idx, _DEMOTE_AHEAD * len(keys))
+            self.demote_victims(group_idx, _DEMOTE_AHEAD * len(tail_first))
         return reservation.slots[::-1]
 
     def _bury(self) -> None:
