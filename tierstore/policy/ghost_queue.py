@@ -41,8 +41,6 @@ class GhostQueue:
         """Append ghosts that are not in the queue, in order, as the youngest."""
         self.members.update(ghosts)
         self._order += ghosts
-        if getsizeof(self.members) > _TABLE_BYTES_PER_GHOST_MAX * len(self.members) + _SLACK:
-            self.members = set(self.members)
 
     def peek(self, count: int) -> list[int]:
         """Return the `count` oldest ghosts, fewer if there are fewer."""
@@ -60,6 +58,8 @@ class GhostQueue:
         if self._start > len(self._order) // 2 + _SLACK:
             del self._order[: self._start]
             self._start = 0
+            if getsizeof(self.members) > _TABLE_BYTES_PER_GHOST_MAX * len(self.members):
+                self.members = set(self.members)
 
     def remove(self, ghosts: Iterable[int]) -> None:
         """Remove those of the ghosts that are in the queue."""

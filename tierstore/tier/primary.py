@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import repeat
 from types import MappingProxyType
 from typing import NamedTuple, NoReturn
 
@@ -128,7 +127,7 @@ class PrimaryTier:
             # so that a prefix lies in the pool in its own order.
             slots = self._slots.take(class_idx, count)[::-1]
         self._arriving.update(zip(keys, slots, strict=True))
-        return Reservation(np.fromiter(slots, np.int64, count), victims)
+        return Reservation(np.array(slots, np.int64), victims)
 
     def commit(self, keys: Sequence[OffloadKey]) -> None:
         """Make arriving keys resident; in order of eviction, so a prefix comes tail first.
@@ -171,7 +170,7 @@ class PrimaryTier:
             ValueError: a key is not pinned as often as it is given.
         """
         pins = self._pins
-        counts = list(map(pins.pop, keys, repeat(0)))
+        counts = [pins.pop(key, 0) for key in keys]
         if counts.count(1) == len(keys):
             return
         # Some key is pinned more than once, comes twice, or is not pinned: put the counts back
@@ -268,12 +267,13 @@ class PrimaryTier:
 
     def _add_pins(self, keys: Sequence[OffloadKey]) -> None:
         pins = self._pins
-        if len(keys) == 1 or (pins and not pins.keys().isdisjoint(keys)):
+        if pins and not pins.keys().isdisjoint(keys):
             for key in keys:
                 pins[key] = pins.get(key, 0) + 1
             return
         count = len(pins) + len(keys)
-        pins.update(zip(keys, repeat(1)))
+        for key in keys:
+            pins[key] = 1
         if len(pins) != count:
             pins.update(Counter(keys))
 
@@ -305,7 +305,7 @@ class PrimaryTier:
 
     def _end_arrival(self, what: str, keys: Sequence[OffloadKey]) -> list[int]:
         arriving = self._arriving
-        slots = list(map(arriving.pop, keys, repeat(_NO_SLOT)))
+        slots = [arriving.pop(key, _NO_SLOT) for key in keys]
         if _NO_SLOT in slots:
             # Put them back before naming the key: a repeated key popped its slot only once.
             popped = zip(keys, slots, strict=True)
