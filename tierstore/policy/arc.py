@@ -77,6 +77,17 @@ class ArcPolicy:
         t1, t2 = self._t1.table, self._t2.table
         return not (t1.keys().isdisjoint(keys) and t2.keys().isdisjoint(keys))
 
+    def holds_all(self, keys: Sequence[OffloadKey]) -> bool:
+        """Say whether all of the keys are resident."""
+        if not keys:
+            return True
+        first, second = self._t1.table, self._t2.table
+        if keys[0] in second:
+            first, second = second, first
+        return all(map(first.__contains__, keys)) or all(
+            map(or_, map(first.__contains__, keys), map(second.__contains__, keys))
+        )
+
     def insert(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
         """Add keys, in order: ghosts to T2, all others to T1; then drop the oldest ghosts."""
         self._plan = None

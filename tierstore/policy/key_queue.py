@@ -49,8 +49,10 @@ class KeyQueue:
 
     def push(self, keys: Sequence[OffloadKey], numbers: Iterable[int]) -> None:
         """Append keys that are not in the queue, in order, as the youngest."""
-        self.table.update(zip(keys, numbers, strict=True))
-        self._compact()
+        table = self.table
+        table.update(zip(keys, numbers, strict=True))
+        if getsizeof(table) > _TABLE_BYTES_PER_KEY_MAX * len(table) + _TABLE_BYTES_SLACK:
+            self._compact()
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Make keys of the queue its youngest, in order; a key's last place in `keys` counts."""
@@ -59,7 +61,8 @@ class KeyQueue:
             table[key] = table.pop(key)
         if self._cold:
             self._leave_cold(keys)
-        self._compact()
+        if getsizeof(table) > _TABLE_BYTES_PER_KEY_MAX * len(table) + _TABLE_BYTES_SLACK:
+            self._compact()
 
     def pop(self, keys: Sequence[OffloadKey]) -> list[int]:
         """Remove distinct keys of the queue; return their numbers."""
@@ -133,6 +136,5 @@ class KeyQueue:
             stale.clear()
 
     def _compact(self) -> None:
-        if getsizeof(self.table) > _TABLE_BYTES_PER_KEY_MAX * len(self.table) + _TABLE_BYTES_SLACK:
-            old, self.table = self.table, {}
-            self.table.update(old)
+        old, self.table = self.table, {}
+        self.table.update(old)

@@ -22,6 +22,10 @@ class LruPolicy:
         """Say whether any of the keys is resident."""
         return not self._order.table.keys().isdisjoint(keys)
 
+    def holds_all(self, keys: Sequence[OffloadKey]) -> bool:
+        """Say whether all of the keys are resident."""
+        return all(map(self._order.table.__contains__, keys))
+
     def insert(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
         """Add keys as the most recently used, in order."""
         self._order.push(keys, slots)

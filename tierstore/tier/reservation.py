@@ -58,19 +58,14 @@ class LoadReservation(NamedTuple):
         pinned: tuple[OffloadKey, ...],
     ) -> Self:
         """Fill in the slots that promotes were given; `groups` are keys with those they had."""
-        slots_of_groups = [slots for _, slots in groups]
-        if promotes:
-            given: dict[OffloadKey, int] = {}
-            for promote in promotes:
-                given.update(zip(promote.keys, promote.slots.tolist(), strict=True))
-            slots_of_groups = [
-                [given[k] if s is None else s for k, s in zip(keys, slots, strict=True)]
-                for keys, slots in groups
-            ]
-        return cls(
-            job_id,
-            tuple([tuple(keys) for keys, _ in groups]),
-            tuple([np.array(slots, np.int64) for slots in slots_of_groups]),
-            tuple(promotes),
-            pinned,
-        )
+        given: dict[OffloadKey, int] = {}
+        for promote in promotes:
+            given.update(zip(promote.keys, promote.slots.tolist(), strict=True))
+        all_keys: list[tuple[OffloadKey, ...]] = []
+        all_slots: list[IntArray] = []
+        for keys, slots in groups:
+            if given:
+                slots = [given[k] if s is None else s for k, s in zip(keys, slots, strict=True)]
+            all_keys.append(tuple(keys))
+            all_slots.append(np.array(slots, np.int64))
+        return cls(job_id, tuple(all_keys), tuple(all_slots), tuple(promotes), pinned)

@@ -243,7 +243,7 @@ class TierStack:
         found: list[Promote] = []
         pinned: list[OffloadKey] = []
         for group_idx, keys in groups:
-            slots = self._pin(keys)
+            slots = self._pin_found(keys) if self._doomed else self._primary.pin_resident(keys)
             if None not in slots:
                 wanted.append((keys, slots))
                 pinned.extend(keys)
@@ -268,10 +268,8 @@ class TierStack:
             return None
         return LoadReservation.of(self.new_job_id(), wanted, reserved, tuple(pinned))
 
-    def _pin(self, keys: Sequence[OffloadKey]) -> list[int | None]:
-        """Pin chunks that can be found; return their slots, None for the others."""
-        if not self._doomed:
-            return self._primary.pin_resident(keys)
+    def _pin_found(self, keys: Sequence[OffloadKey]) -> list[int | None]:
+        """Do as `PrimaryTier.pin_resident` with the chunks that can be found."""
         slots = self._locator.slots(keys)
         self._primary.pin([key for key, slot in zip(keys, slots, strict=True) if slot is not None])
         return slots
