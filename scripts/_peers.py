@@ -283,6 +283,9 @@ class Index(Protocol):
     def use(self, keys: Any) -> None:
         """Pin chunks, release and touch them."""
 
+    def use_as_scheduled(self, keys: Any) -> None:
+        """Do the same by the calls that the engine's scheduler makes."""
+
 
 class VllmIndex:
     """vLLM's `CPUOffloadingManager`; one lookup call per chunk, for it has no other."""
@@ -318,6 +321,13 @@ class VllmIndex:
         self._manager.complete_load(keys, context)
         self._manager.touch(keys, context)
 
+    def use_as_scheduled(self, keys: Any) -> None:
+        """Pin and release chunks; their use is recorded when the request ends, never by `touch`."""
+        context = self._new_context("bench")
+        self._manager.prepare_load(keys, context)
+        self._manager.complete_load(keys, context)
+        self._manager.on_request_finished(context)
+
 
 class TierstoreIndex:
     """The control plane of tierstore, without a secondary tier."""
@@ -349,6 +359,10 @@ class TierstoreIndex:
         if reservation is None:
             raise RuntimeError("tierstore: a chunk is not resident")
         self._stack.finish_load(reservation, self._done)
+
+    def use_as_scheduled(self, keys: list[OffloadKey]) -> None:
+        """Do the same: ours makes these very calls."""
+        self.use(keys)
 
 
 def filled(rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:

@@ -63,7 +63,7 @@ class ArcPolicy:
         """Return the slot of each resident key, None for others."""
         if not keys:
             return []
-        # The chunks of a request mostly came and were used together: one list has them all, or none.
+        # The chunks of a request mostly came and were used together: one list has all or none.
         first, second = self._t1.table, self._t2.table
         if keys[0] in second:
             first, second = second, first
@@ -79,10 +79,8 @@ class ArcPolicy:
 
     def holds_all(self, keys: Sequence[OffloadKey]) -> bool:
         """Say whether all of the keys are resident."""
-        if not keys:
-            return True
         first, second = self._t1.table, self._t2.table
-        if keys[0] in second:
+        if keys and keys[0] in second:
             first, second = second, first
         return all(map(first.__contains__, keys)) or all(
             map(or_, map(first.__contains__, keys), map(second.__contains__, keys))
@@ -106,12 +104,13 @@ class ArcPolicy:
         if self._t1.table.keys().isdisjoint(keys):
             self._t2.touch(keys)
             return
-        slots = self._t1.pop_present(keys)
-        if None not in slots:
+        popped = self._t1.pop_present(keys)
+        slots = [slot for slot in popped if slot is not None]
+        if len(slots) == len(keys):
             self._t2.push(keys, slots)
             return
-        is_moved = [slot is not None for slot in slots]
-        self._t2.push(list(compress(keys, is_moved)), compress(slots, is_moved))
+        moved = [key for key, slot in zip(keys, popped, strict=True) if slot is not None]
+        self._t2.push(moved, slots)
         # The moved keys too: they take their turn between those that were in T2 before.
         self._t2.touch(keys)
 
@@ -231,8 +230,7 @@ class ArcPolicy:
         return slots, t1_keys, t2_keys
 
     def _no_ghost_in(self, digests: Sequence[int]) -> bool:
-        b1, b2 = self._b1.members, self._b2.members
-        return b1.isdisjoint(digests) and b2.isdisjoint(digests)
+        return self._b1.members.isdisjoint(digests) and self._b2.members.isdisjoint(digests)
 
     def _misses(
         self,
@@ -348,11 +346,11 @@ class ArcPolicy:
         b1_size, b2_size = len(self._b1.members), len(self._b2.members)
         l1_size = len(self._t1.table) + b1_size
         excess = l1_size - self._c
-        if excess > 0 and b1_size:
+        if excess > 0:
             self._b1.drop_oldest(excess)
             l1_size -= min(excess, b1_size)
         excess = l1_size + len(self._t2.table) + b2_size - 2 * self._c
-        if excess > 0 and b2_size:
+        if excess > 0:
             self._b2.drop_oldest(excess)
 
 

@@ -12,7 +12,7 @@ class LruPolicy:
     """Exact LRU: the victim is the key whose last use is the longest ago. Keeps no ghosts."""
 
     def __init__(self) -> None:
-        self._order: KeyQueue[OffloadKey] = KeyQueue()
+        self._order = KeyQueue()
 
     def locate(self, keys: Sequence[OffloadKey]) -> list[int | None]:
         """Return the slot of each resident key, None for others."""

@@ -114,12 +114,12 @@ class PrimaryTier:
         class_idx = self._group_class[group_idx]
         if class_idx < 0:
             raise ValueError(f"reserve: group {group_idx} is not cached")
-        known_new, self._known_new = self._known_new, None
-        if keys is not known_new and not self.are_new(keys):
+        if keys is not self._known_new and not self.are_new(keys):
             self._require_distinct("reserve", keys)
-            is_arriving = not self._arriving.keys().isdisjoint(keys)
-            state = "arriving" if is_arriving else "resident"
-            _refuse("reserve", f"is {state}", keys, lambda key: not self.are_new([key]))
+            if self._policy.holds_any(keys):
+                _refuse("reserve", "is resident", keys, self._is_resident)
+            _refuse("reserve", "is arriving", keys, self._arriving.__contains__)
+        self._known_new = None
         count = len(keys)
         victims = self._choose_victims(class_idx, keys)
         if victims is None:

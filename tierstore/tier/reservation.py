@@ -63,9 +63,10 @@ class LoadReservation(NamedTuple):
             given.update(zip(promote.keys, promote.slots.tolist(), strict=True))
         all_keys: list[tuple[OffloadKey, ...]] = []
         all_slots: list[IntArray] = []
-        for keys, slots in groups:
+        for keys, had in groups:
+            slots = had
             if given:
-                slots = [given[k] if s is None else s for k, s in zip(keys, slots, strict=True)]
+                slots = [given[k] if s is None else s for k, s in zip(keys, had, strict=True)]
             all_keys.append(tuple(keys))
             all_slots.append(np.array(slots, np.int64))
         return cls(job_id, tuple(all_keys), tuple(all_slots), tuple(promotes), pinned)

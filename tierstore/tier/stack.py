@@ -179,12 +179,12 @@ class TierStack:
         Chunks of one prefix come head first. What finds no room (pins) is left out from the tail
         and counted; chunks that are resident already are touched.
         """
-        tail_first = keys[::-1]
-        if self._primary.are_new(tail_first):
-            chosen, indices = keys, range(len(keys))
-        else:
-            wanted = self._touch_and_drop(keys)
-            chosen, indices = list(wanted), list(wanted.values())
+        chosen, tail_first = keys, keys[::-1]
+        indices: Sequence[int] = range(len(keys))
+        if not self._primary.are_new(tail_first):
+            self.touch(list(dict.fromkeys(keys)))
+            places = self._locator.places_of_new(keys)
+            chosen, indices = list(places), list(places.values())
             tail_first = chosen[::-1]
         reserved = self._reserve(group_idx, tail_first)
         while reserved is None and chosen:
@@ -198,20 +198,6 @@ class TierStack:
             tuple(chosen),
             np.empty(0, np.int64) if reserved is None else reserved,
         )
-
-    def _touch_and_drop(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, int]:
-        """Touch what is resident; return the others that are not busy, with their first places."""
-        slots = self._locator.slots(keys)
-        resident = [key for key, slot in zip(keys, slots, strict=True) if slot is not None]
-        if resident:
-            self._touch_resident(list(dict.fromkeys(resident)))
-        wanted: dict[OffloadKey, int] = {}
-        for i, slot in enumerate(slots):
-            if slot is None:
-                wanted.setdefault(keys[i], i)
-        if self._locator.is_any_busy(wanted):
-            wanted = {key: i for key, i in wanted.items() if not self._locator.is_busy(key)}
-        return wanted
 
     def finish_offload(self, reservation: OffloadReservation, failed: Collection[int] = ()) -> None:
         """Commit the chunks that arrived, abort the failed ones (indices into the reservation)."""
