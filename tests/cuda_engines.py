@@ -1,5 +1,7 @@
 """CUDA copy engines over the fake CUDA, as several tests need them."""
 
+from collections.abc import Callable
+
 from tierstore.config import GpuConfig
 from tierstore.dma.cuda import CudaCopyEngine
 from tierstore.metrics import Counters
@@ -20,6 +22,7 @@ def make_engine(
     *,
     pinned: bool = True,
     counters: Counters | None = None,
+    compute_stream: Callable[[], int] | None = None,
 ) -> CudaCopyEngine:
     """An engine whose pool is pinned as soon as it is registered, or never."""
     return CudaCopyEngine(
@@ -28,4 +31,5 @@ def make_engine(
         config=config,
         counters=counters or Counters(),
         spawn=(lambda task: task()) if pinned else None,
+        compute_stream=compute_stream,
     )

@@ -1,16 +1,14 @@
 """The CUDA copy engine on a real device: bytes, order, and what CUDA's documents leave open."""
 
 import ctypes
-import importlib.util
 import threading
 from collections import deque
-from pathlib import Path
 
 import numpy as np
 import pytest
+from cuda_device import NEEDS_GPU, CudaMemory, make_api, make_engine, wait
 from cuda_engines import BATCHES, KERNELS, MEASURED, MIXED, RECTANGLES
 
-from tierstore.dma.cuda import CudaCopyEngine
 from tierstore.dma.cuda_api import DirectedRuns
 from tierstore.dma.kernel_table import ROW_BYTES, fill_table, table_at
 from tierstore.dma.lane import ENTRIES_MAX
@@ -22,72 +20,7 @@ from tierstore.memory import HostPool
 from tierstore.metrics import Counters
 from tierstore.testing.copy_conformance import BLOCK_COUNT, CopyConformance, make_caches
 
-HAS_GPU = Path("/dev/nvidiactl").exists() and importlib.util.find_spec("cupy") is not None
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device and CuPy"),
-]
-
-SPIN = r"""
-extern "C" __global__ void spin_then_fill(
-    unsigned char* bytes, const long long count, const int value, const long long cycles)
-{
-    const long long start = clock64();
-    while (clock64() - start < cycles) { }
-    for (long long i = threadIdx.x; i < count; i += blockDim.x) {
-        bytes[i] = (unsigned char)value;
-    }
-}
-"""
-CYCLES = 50_000_000
-"""Some tens of milliseconds: longer than any copy here."""
-
-
-def make_api():
-    from tierstore.dma.cupy_api import CupyApi
-
-    return CupyApi(0, kernel_sms=4)
-
-
-class CudaMemory:
-    """Bytes on the device, as the conformance suite wants them."""
-
-    def __init__(self, data) -> None:
-        import cupy
-
-        self._array = cupy.asarray(data)
-        self.device = "cuda:0"
-        self.address = self._array.data.ptr
-
-    def read(self):
-        import cupy
-
-        cupy.cuda.runtime.deviceSynchronize()
-        return self._array.get()
-
-    def write(self, data) -> None:
-        import cupy
-
-        self._array.set(data)
-        cupy.cuda.runtime.deviceSynchronize()
-
-    def compute(self, value: int) -> None:
-        """Launch slow work on the default stream that fills all bytes at its end."""
-        import cupy
-
-        kernel = cupy.RawKernel(SPIN, "spin_then_fill")
-        arguments = (self._array, np.int64(self._array.size), np.int32(value), np.int64(CYCLES))
-        kernel((1,), (256,), arguments)
-
-
-def make_engine(api, config, *, pinned=True):
-    return CudaCopyEngine(
-        api,
-        device="cuda:0",
-        config=config,
-        counters=Counters(),
-        spawn=(lambda task: task()) if pinned else None,
-    )
+pytestmark = NEEDS_GPU
 
 
 class OnDevice(CopyConformance):
@@ -140,13 +73,6 @@ def registered(config, memory, pool):
     return engine
 
 
-def wait(engine, *copy_ids) -> None:
-    missing = set(copy_ids)
-    while missing:
-        missing.difference_update(engine.poll())
-        assert engine.take_failed() == []
-
-
 ALL = np.arange(BLOCK_COUNT)
 METHODS = pytest.mark.parametrize("config", [BATCHES, KERNELS, RECTANGLES, MEASURED])
 
@@ -179,6 +105,50 @@ def test_a_load_writes_after_the_step_that_uses_its_blocks(config, urgent) -> No
         engine.submit_load(CopyId(1), 0, ALL[:, None], ALL, after=mark, urgent=urgent)
         wait(engine, 1)
         assert (memory.read() == 9).all()
+        engine.close()
+
+
+@METHODS
+@pytest.mark.parametrize(
+    ("page", "gap", "order", "blocks_outside"),
+    [
+        (16 << 10, 0, ChunkOrder.LAYER_MAJOR, False),
+        (64 << 10, 512, ChunkOrder.LAYER_MAJOR, False),
+        (256 << 10, 0, ChunkOrder.BLOCK_MAJOR, True),
+        (1 << 20, 0, ChunkOrder.LAYER_MAJOR, False),
+    ],
+)
+def test_large_pages_go_both_ways_at_once(config, page, gap, order, blocks_outside) -> None:
+    """Half of the blocks is offloaded to poisoned slots, the other half is poisoned and loaded."""
+    layers, half = 4, BLOCK_COUNT // 2
+    random = np.random.default_rng(page)
+    blocks = random.permutation(BLOCK_COUNT)
+    slots = random.permutation(BLOCK_COUNT) * layers * page // PAGE_BYTES
+    before = random.integers(0, 256, BLOCK_COUNT * layers * (page + gap), np.uint8)
+    before_pool = random.integers(0, 256, BLOCK_COUNT * layers * page, np.uint8)
+    memory = CudaMemory(before)
+    caches = make_caches(memory, [page] * layers, gap, order, blocks_outside=blocks_outside)
+    after, after_pool = before.copy(), before_pool.copy()
+    for block, slot in zip(blocks.tolist(), slots.tolist(), strict=True):
+        is_offload = block in blocks[:half]
+        for layer, tensor in enumerate(caches.tensors):
+            start = tensor.address - memory.address + block * tensor.block_stride_bytes
+            on_device = slice(start, start + page)
+            start = slot * PAGE_BYTES + layer * page
+            in_slot = slice(start, start + page)
+            if is_offload:
+                after_pool[in_slot] = before[on_device]
+            else:
+                after[on_device] = before_pool[in_slot]
+    with HostPool(len(before_pool)) as pool:
+        pool.array[:] = before_pool
+        engine = make_engine(make_api(), config)
+        engine.register(caches, 1, pool.address, pool.size_bytes)
+        engine.submit_offload(CopyId(1), 0, blocks[:half, None], slots[:half])
+        engine.submit_load(CopyId(2), 0, blocks[half:, None], slots[half:])
+        wait(engine, 1, 2)
+        assert np.array_equal(pool.array, after_pool)
+        assert np.array_equal(memory.read(), after)
         engine.close()
 
 
@@ -245,20 +215,20 @@ def test_pinning_and_capturing_a_graph_do_not_disturb_each_other() -> None:
         pinner.open(tasks.append)
         values = cupy.zeros(1024, dtype=cupy.float32)
         values += 1  # compiles outside of the capture
+        cupy.cuda.runtime.deviceSynchronize()
         stream = cupy.cuda.Stream(non_blocking=True)
         with stream:
             stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
             values += 1
-            background = threading.Thread(target=tasks.popleft())
+            background = threading.Thread(target=tasks.popleft(), daemon=True)
             background.start()
-            background.join()
+            background.join(5)
             graph = stream.end_capture()
             graph.launch()
         stream.synchronize()
         assert float(values[0]) == 2
-        while pinner.pinned(np.array([pool.address])) is not None:
-            pinner.resume()
-            while tasks:
-                tasks.popleft()()
+        background.join(60)
+        while tasks:
+            tasks.popleft()()
         assert pinner.pinned(np.array([pool.address])) is None
         pinner.close()

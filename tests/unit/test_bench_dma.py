@@ -8,6 +8,7 @@ import sys
 import bench_dma
 import dma_devices
 import pytest
+from _dma_summary import summary
 from dma_devices import CpuDevice, CudaDevice
 from source_tree import ROOT
 
@@ -89,6 +90,74 @@ def test_the_kernels_loss_beside_copies_is_told(monkeypatch) -> None:
     assert {row.direction for row in found} == set(bench_dma.DIRECTIONS)
     assert {row.slowdown for row in found} == {0.5}
     assert all(row.gb_per_s > 0 for row in found)
+
+
+MACHINE = {"card": "H200", "driver": "570.86.15", "commit": "abc1234", "repeats": 5}
+COPY = {"layout": "hnd", "method": "chosen", "chunk_count": 32, "gb_per_s": 45.0}
+COPY |= {"large_copy_gb_per_s": 50.0, "cpu_us_per_run": 0.1, "run_count": 512}
+
+
+def copied(direction: str, page_kib: int, share: float, **others) -> dict:
+    page_bytes = page_kib << 10
+    sizes = {"page_bytes": page_bytes, "chunk_bytes": 16 * page_bytes}
+    return COPY | sizes | {"direction": direction, "share": share} | others
+
+
+def test_the_table_names_the_median_and_the_worst_case_of_every_figure() -> None:
+    rows = [
+        *(copied("load", 64, share) for share in (0.97, 0.96, 0.91)),
+        copied("load", 64, 0.2, method="plain"),
+        copied("load", 64, 0.3, layout="single"),
+        copied("load", 16, 0.85),
+        copied("load", 16, 0.1, layout="padded"),
+        copied("offload", 4, 0.55, cpu_us_per_run=0.3),
+        copied("offload", 4, 0.98, layout="blocks", chunk_count=512, cpu_us_per_run=0.25),
+        copied("both", 1024, 0.86, chunk_count=2, run_count=32, cpu_us_per_run=4.0),
+    ]
+    beside = [
+        {"page_bytes": 4096, "direction": way, "method": method, "gb_per_s": 40.0, "slowdown": lost}
+        for way, method, lost in [
+            ("load", "chosen", 0.01),
+            ("both", "chosen", 0.02),
+            ("load", "plain", 0.5),
+        ]
+    ]
+    lines = summary(MACHINE, rows, beside).splitlines()
+    assert lines[0].endswith("card H200, driver 570.86.15, commit abc1234; medians of 5 runs")
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[4:-2]]
+    figures = {name: (target, *found) for name, target, *found in cells}
+    assert figures["load, runs from 64 KiB on"] == (
+        ">= 95 %",
+        "96% (45.0 of 50.0 GB/s)",
+        "91% (45.0 of 50.0 GB/s), pages of 64 KiB, hnd, chunks of 1024 KiB",
+    )
+    assert figures["offload, runs from 64 KiB on"][1].startswith("98%")  # coalesced pages
+    assert figures["load, pages of 16 KiB"][2].startswith("85%")
+    assert figures["offload, pages of 4 KiB"][2].startswith("55%")
+    assert figures["load, pages of 4 KiB"][1] == "not measured"
+    assert figures["both at once, runs from 64 KiB on"][2].startswith("86%")
+    assert figures["CPU per run, 256 runs and more"][2].startswith("0.30 us (512 runs)")
+    assert figures["CPU per run, fewer"][2].startswith("4.00 us (32 runs)")
+    assert figures["a compute kernel beside copies takes longer by"][1:] == (
+        "1.0% (load at 40.0 GB/s)",
+        "2.0% (both at 40.0 GB/s), pages of 4 KiB",
+    )
+
+
+def test_the_whole_benchmark_of_a_gpu_measures_every_figure(monkeypatch, tmp_path, capsys) -> None:
+    device = gpu_over_fake(monkeypatch)
+    monkeypatch.setattr(device, "compute", lambda beside: (beside(), 1.0)[1])
+    monkeypatch.setattr(bench_dma, "open_device", lambda _: device)
+    monkeypatch.setattr(bench_dma, "facts", lambda _: {"card": "none"})
+    report = tmp_path / "report.json"
+    tiny = ["--pages", "4", "16", "64", "--chunks", "64", "--runs", "1", "--layouts", "hnd"]
+    more = ["--mib", "1", "--repeats", "1", "--json", str(report)]
+    monkeypatch.setattr(sys, "argv", ["bench_dma", *tiny, *more])
+    bench_dma.main()
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [line for line in table if "not measured" in line] == []
+    assert len(table) == 11
+    assert json.loads(report.read_text())["compute"]
 
 
 def test_shares_are_drawn(tmp_path) -> None:

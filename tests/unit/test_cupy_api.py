@@ -14,8 +14,9 @@ import pytest
 from cuda_engines import BATCHES, KERNELS, RECTANGLES, make_engine
 
 from tierstore.dma import cupy_api
-from tierstore.dma.cuda_api import Rectangles
+from tierstore.dma.cuda_api import DirectedRuns, Rectangles
 from tierstore.dma.cupy_api import CupyApi
+from tierstore.dma.kernel_source import KERNEL_SOURCE
 from tierstore.errors import DeviceBusyError, DeviceError, MissingExtraError
 from tierstore.testing.copy_conformance import CopyConformance, HostMemory
 
@@ -33,6 +34,8 @@ class Runtime:
         self.calls: list[str] = []
         self.register_status = 0
         self.query_status = 0
+        self.same_pointer = 1
+        self.batch_attributes: list[tuple[int, int]] = []
         self._kept: dict[int, object] = {}
 
     def setDevice(self, device):
@@ -40,7 +43,7 @@ class Runtime:
 
     def deviceGetAttribute(self, attribute, device):
         assert (attribute, device) == (91, 0)
-        return 1
+        return self.same_pointer
 
     def deviceGetPCIBusId(self, device):
         return "0000:FF:1F.7"
@@ -101,12 +104,6 @@ class Stream:
         Stream.handles += 1
         self.ptr = Stream.handles
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        return None
-
 
 class Driver:
     """`libcuda.so.1` with the signatures of its header."""
@@ -132,7 +129,8 @@ class Driver:
         assert stream.value > 0
         attributes, indices = attributes._obj, indices._obj
         assert indices.value == 0
-        assert attributes.source_access_order in (1, 3)
+        order_and_flags = (attributes.source_access_order, attributes.flags)
+        self._runtime.batch_attributes.append(order_and_flags)
         arrays = (
             ctypes.cast(a, ctypes.POINTER(ctypes.c_uint64)) for a in (targets, sources, sizes)
         )
@@ -145,14 +143,9 @@ class Driver:
 def stand_in(monkeypatch) -> Runtime:
     runtime = Runtime()
 
-    class RawKernel:
-        def __init__(self, source, name):
-            assert f" {name}(" in source
-
-        def compile(self):
-            pass
-
-        def __call__(self, grid, block, arguments):
+    class Function:
+        def __call__(self, grid, block, arguments, *, stream):
+            assert stream.ptr > 100
             runtime.calls.append("kernel")
             assert grid[0] in range(1, 5)
             assert block == (1024,)
@@ -162,13 +155,29 @@ def stand_in(monkeypatch) -> Runtime:
             for i in range(count):
                 ctypes.memmove(*rows[3 * i : 3 * i + 3])
 
+    class Module:
+        def load(self, binary):
+            assert binary == b"cubin"
+
+        def get_function(self, name):
+            assert f" {name}(" in KERNEL_SOURCE
+            return Function()
+
+    def compile_using_nvrtc(source, *, cache_in_memory):
+        assert source == KERNEL_SOURCE
+        assert cache_in_memory  # else it leaves files
+        return b"cubin", None
+
     cuda = SimpleNamespace(
         runtime=runtime,
         driver=SimpleNamespace(CUDADriverError=StandInError),
-        compiler=SimpleNamespace(CompileException=StandInError),
+        compiler=SimpleNamespace(
+            CompileException=StandInError, compile_using_nvrtc=compile_using_nvrtc
+        ),
+        Module=Module,
         Stream=Stream,
     )
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda, RawKernel=RawKernel))
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(cupy_api, "_load_driver", lambda _: Driver(runtime))
     return runtime
 
@@ -227,6 +236,33 @@ def test_a_rectangle_reaches_every_row_and_nothing_between(monkeypatch) -> None:
     assert runtime.calls == ["memcpy2DAsync"]
 
 
+@pytest.mark.parametrize("early_reads", [False, True])
+@pytest.mark.parametrize("size", [1, 128 << 10, (128 << 10) + 1])
+def test_slots_are_read_early_and_small_runs_leave_the_compute_units_alone(
+    monkeypatch, early_reads, size
+) -> None:
+    runtime = stand_in(monkeypatch)
+    api = CupyApi(0, kernel_sms=4)
+    source, target = np.full(size, 3, np.uint8), np.zeros(size, np.uint8)
+    runs = DirectedRuns(*(np.array([n]) for n in (target.ctypes.data, source.ctypes.data, size)))
+    api.copy_batch(runs, api.create_stream(), early_reads=early_reads)
+    order = 3 if early_reads else 1  # CU_MEMCPY_SRC_ACCESS_ORDER_ANY, _STREAM
+    assert runtime.batch_attributes == [(order, size <= 128 << 10)]
+    assert (target == 3).all()
+
+
+def test_a_kernel_takes_no_more_multiprocessors_than_it_may(monkeypatch) -> None:
+    stand_in(monkeypatch)  # whose kernel refuses more than four blocks of threads
+    api = CupyApi(0, kernel_sms=4)
+    api.copy_by_kernel(np.zeros((4096, 3), np.int64), 4096, api.create_stream())
+
+
+def test_a_device_that_knows_memory_by_another_address_makes_plain_copies_only(monkeypatch) -> None:
+    stand_in(monkeypatch).same_pointer = 0
+    api = CupyApi(0, kernel_sms=4)
+    assert (api.has_batch, api.has_kernel) == (False, False)
+
+
 def test_the_attributes_of_a_batch_have_the_size_of_the_header() -> None:
     assert ctypes.sizeof(cupy_api._MemcpyAttributes) == 24
 
@@ -234,6 +270,15 @@ def test_the_attributes_of_a_batch_have_the_size_of_the_header() -> None:
 def test_without_cupy_the_error_names_the_extras(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(MissingExtraError, match=r"tierstore\[cuda12\] or tierstore\[cuda13\]"):
+        CupyApi(0, kernel_sms=4)
+
+
+def test_a_home_that_cupy_cannot_write_to_is_named_with_the_remedy(monkeypatch, tmp_path) -> None:
+    """CuPy 14 makes a folder in it when it is imported; an engine must not end of that."""
+    (tmp_path / "cupy.py").write_text("raise PermissionError(13, 'denied', '/.cupy')")
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(DeviceError, match=r"/\.cupy.*CUPY_CACHE_DIR"):
         CupyApi(0, kernel_sms=4)
 
 

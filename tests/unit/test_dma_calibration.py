@@ -18,9 +18,16 @@ class CostlyCuda(FakeCuda):
         self.use_device()
         self.costs = costs
         self.now = 0.0
+        self.pending = 0.0
 
     def seconds(self) -> float:
         return self.now
+
+    def synchronize(self, stream) -> None:
+        """Let the time of what was enqueued pass."""
+        super().synchronize(stream)
+        self.now += self.pending
+        self.pending = 0.0
 
     def copy_each(self, runs, stream) -> None:
         self._charge("plain", len(runs), int(runs.sizes_bytes.sum()))
@@ -40,7 +47,7 @@ class CostlyCuda(FakeCuda):
 
     def _charge(self, method: str, run_count: int, size_bytes: int) -> None:
         per_call, per_run, per_kib = self.costs[method]
-        self.now += NANO * (per_call + per_run * run_count + per_kib * size_bytes / 1024)
+        self.pending += NANO * (per_call + per_run * run_count + per_kib * size_bytes / 1024)
 
 
 # A bus of 50 GB/s takes 20 ns per KiB.
@@ -56,13 +63,13 @@ SLOW = (10**6, 10**6, 1000)
         (
             {"plain": PLAIN, "batch": BATCH, "pitched": SLOW, "kernel": (8000, 10, 30)},
             {},
-            Thresholds(kernel_below_bytes=64 << 10, kernel_runs_min=16, pitched_from_bytes=None),
+            Thresholds(kernel_below_bytes=48 << 10, kernel_runs_min=16, pitched_from_bytes=None),
         ),
         # Without batches it is worth it for larger runs and fewer of them.
         (
             {"plain": PLAIN, "pitched": SLOW, "kernel": (8000, 10, 30)},
             {"has_batch": False},
-            Thresholds(kernel_below_bytes=256 << 10, kernel_runs_min=16, pitched_from_bytes=None),
+            Thresholds(kernel_below_bytes=192 << 10, kernel_runs_min=16, pitched_from_bytes=None),
         ),
         # Wide rows go at full speed as rectangles, narrow ones do not.
         (
@@ -81,3 +88,16 @@ def test_thresholds_follow_the_costs(costs, features, expected) -> None:
     api = CostlyCuda(costs, **features)
     assert measure_thresholds(api, api) == dict.fromkeys(CopyDirection, expected)
     assert api.resource_count == 0
+
+
+def test_a_cliff_between_two_page_sizes_is_found() -> None:
+    """Batches of 4 to 24 KiB moved 4 to 7 GB/s, those of 28 to 64 KiB 28 to 52, on one card."""
+
+    class Cliff(CostlyCuda):
+        def copy_batch(self, runs, stream, *, early_reads) -> None:
+            super().copy_batch(runs, stream, early_reads=early_reads)
+            self.pending += NANO * 3000 * int((runs.sizes_bytes < 28 << 10).sum())
+
+    api = Cliff({"plain": SLOW, "batch": BATCH, "pitched": SLOW, "kernel": (8000, 10, 60)})
+    for thresholds in measure_thresholds(api, api).values():
+        assert 16 << 10 < thresholds.kernel_below_bytes <= 32 << 10

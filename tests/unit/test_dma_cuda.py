@@ -1,66 +1,21 @@
-"""The CUDA copy engine over the fake: what waits for what, queues, failures, and what is left."""
+"""The CUDA copy engine over the fake: what waits for what, borders, and what is left."""
 
 import threading
 
 import numpy as np
 import pytest
 from cuda_engines import BATCHES, KERNELS, RECTANGLES, make_engine
+from cuda_setup import COMPUTE, PAGE, Setup
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierstore.dma.lane import ENTRIES_MAX
+from tierstore.dma.pinning import PIECE_BYTES
 from tierstore.dma.protocol import CopyId
 from tierstore.errors import DeviceError, LayoutError
 from tierstore.layout import PAGE_BYTES, ChunkOrder
 from tierstore.memory import HostPool
 from tierstore.testing.copy_conformance import BLOCK_COUNT, make_caches
 from tierstore.testing.fake_cuda import FakeCuda, FakeDeviceMemory
-
-COMPUTE = 0
-PAGE = 256
-LAYERS = 5
-
-
-class Setup:
-    """A registered engine, its device memory and its pool."""
-
-    def __init__(self, config=BATCHES, *, slot_count=BLOCK_COUNT, pinned=True, **fake) -> None:
-        self.api = FakeCuda(**fake)
-        self.memory = FakeDeviceMemory(self.api, np.zeros(BLOCK_COUNT * PAGE * LAYERS, np.uint8))
-        self.pool = HostPool(slot_count * PAGE_BYTES)
-        self.engine = make_engine(self.api, config, pinned=pinned)
-        caches = make_caches(self.memory, [PAGE] * LAYERS, 0, ChunkOrder.LAYER_MAJOR)
-        self.engine.register(caches, 1, self.pool.address, self.pool.size_bytes)
-        self.api.calls.clear()
-
-    def fill(self, block: int, value: int) -> None:
-        self.memory._bytes.reshape(LAYERS, BLOCK_COUNT, PAGE)[:, block] = value
-
-    def block(self, block: int) -> np.ndarray:
-        return self.memory._bytes.reshape(LAYERS, BLOCK_COUNT, PAGE)[:, block].copy()
-
-    def slot(self, slot: int) -> np.ndarray:
-        return self.pool.array[slot * PAGE_BYTES :][: PAGE * LAYERS]
-
-    def compute(self, block: int, value: int) -> None:
-        """Launch a step that writes a block."""
-        self.api.launch(COMPUTE, lambda: self.fill(block, value))
-
-    def offload(self, copy_id: int, blocks, slots) -> None:
-        self.engine.submit_offload(CopyId(copy_id), 0, np.array(blocks)[:, None], np.array(slots))
-
-    def load(self, copy_id: int, blocks, slots, **options) -> None:
-        blocks = np.array(blocks)[:, None]
-        self.engine.submit_load(CopyId(copy_id), 0, blocks, np.array(slots), **options)
-
-    def wait(self, *copy_ids: int) -> list[int]:
-        arrived: list[int] = []
-        for _ in range(10_000):
-            arrived += self.engine.poll()
-            if set(copy_ids) <= set(arrived):
-                return arrived
-        raise AssertionError(f"{copy_ids} did not arrive")
-
 
 seeds = st.integers(0, 1 << 30)
 
@@ -179,6 +134,45 @@ def test_a_passed_mark_costs_no_wait_and_its_event_is_used_again() -> None:
     setup.engine.close()
 
 
+def test_copies_keep_their_place_in_the_work_of_the_engines_own_stream() -> None:
+    streams = []
+    setup = Setup(compute_stream=lambda: streams[-1])
+    streams.append(setup.api.create_stream())
+    setup.api.held.add(streams[-1])
+    setup.api.launch(streams[-1], lambda: setup.fill(3, 7))
+    setup.offload(1, [3], [5])
+    setup.engine.fence((CopyId(1),))
+    setup.api.launch(streams[-1], lambda: setup.fill(3, 8))
+    setup.slot(6)[:] = 9
+    setup.load(2, [4], [6], after=setup.engine.mark_compute())
+    setup.api.run_all()
+    assert setup.engine.poll() == []
+    setup.api.held.clear()
+    setup.wait(1, 2)
+    setup.api.run_all()
+    assert (setup.slot(5) == 7).all()
+    assert (setup.block(3) == 8).all()
+    assert (setup.block(4) == 9).all()
+    setup.engine.close()
+
+
+@pytest.mark.parametrize("urgent", [False, True])
+def test_slots_may_be_read_before_a_load_has_its_turn_and_blocks_may_not(urgent) -> None:
+    early = []
+
+    class Watched(FakeCuda):
+        def copy_batch(self, runs, stream, *, early_reads) -> None:
+            early.append(early_reads)
+            super().copy_batch(runs, stream, early_reads=early_reads)
+
+    setup = Setup(api=Watched())
+    early.clear()  # of the trial when the caches were registered
+    setup.offload(1, [3], [5])
+    setup.load(2, [4], [6], urgent=urgent)
+    assert early == [False, True]
+    setup.engine.close()
+
+
 def test_an_urgent_load_does_not_queue_behind_others() -> None:
     setup = Setup()
     slow = setup.engine._lanes[1]._stream
@@ -208,136 +202,6 @@ def test_a_copy_of_no_block_arrives_too() -> None:
     setup.engine.close()
 
 
-def test_a_full_queue_holds_copies_back_and_poll_submits_them() -> None:
-    """Plain copies of one run per layer: a fraction of them fits."""
-    setup = Setup(has_batch=False, has_kernel=False, steps_per_query=1)
-    offloads = setup.engine._lanes[0]._stream
-    setup.api.held.add(offloads)
-    count = ENTRIES_MAX
-    for copy_id in range(count):
-        setup.slot(copy_id % BLOCK_COUNT)[:] = 0
-        setup.offload(copy_id, [copy_id % BLOCK_COUNT], [copy_id % BLOCK_COUNT])
-    assert setup.api.depth_max <= ENTRIES_MAX
-    setup.engine.poll()
-    assert setup.api.depth_max <= ENTRIES_MAX
-    setup.api.held.clear()
-    assert setup.wait(*range(count)) == list(range(count))
-    assert setup.api.depth_max <= ENTRIES_MAX
-    setup.engine.close()
-
-
-def test_a_fence_hurries_what_is_held_back() -> None:
-    setup = Setup(has_batch=False, has_kernel=False)
-    offloads = setup.engine._lanes[0]._stream
-    setup.api.held.add(offloads)
-    count = ENTRIES_MAX // LAYERS + 10
-    for copy_id in range(count):
-        setup.compute(copy_id % BLOCK_COUNT, copy_id % 251)
-        setup.offload(copy_id, [copy_id % BLOCK_COUNT], [copy_id % BLOCK_COUNT])
-        setup.api.run_all()
-    last = count - 1
-    setup.engine.fence((CopyId(last),))
-    setup.compute(last % BLOCK_COUNT, 252)
-    setup.api.held.clear()
-    setup.wait(*range(count))
-    assert (setup.slot(last % BLOCK_COUNT) == last % 251).all()
-    setup.api.run_all()
-    assert (setup.block(last % BLOCK_COUNT) == 252).all()
-    setup.engine.close()
-
-
-def test_kernels_wait_for_a_free_table_and_a_fence_does_without() -> None:
-    setup = Setup(KERNELS)
-    offloads = setup.engine._lanes[0]._stream
-    setup.api.held.add(offloads)
-    for copy_id in range(20):
-        setup.fill(copy_id % BLOCK_COUNT, copy_id + 1)
-        setup.offload(copy_id, [copy_id % BLOCK_COUNT], [copy_id % BLOCK_COUNT])
-    assert setup.api.calls.count("copy_by_kernel") == 8
-    setup.engine.fence((CopyId(19),))
-    assert setup.api.calls.count("copy_by_kernel") == 8
-    assert "copy_each" in setup.api.calls
-    setup.api.held.clear()
-    setup.wait(*range(20))
-    assert (setup.slot(3) == 20).all()
-    setup.engine.close()
-
-
-def test_a_refused_copy_is_reported_as_failed_and_the_others_arrive() -> None:
-    for config in (BATCHES, KERNELS, RECTANGLES):
-        setup = Setup(config)
-        setup.fill(2, 5)
-        setup.offload(0, [0], [0])
-        setup.wait(0)  # now there are events to use again
-        refused = setup.api.fallible_count + 3  # after recording the mark and waiting for it
-        setup.api.fail_calls = {refused - 1}
-        setup.offload(1, [1], [1])
-        setup.offload(2, [2], [2])
-        assert setup.wait(2) == [2]
-        assert setup.engine.take_failed() == [1]
-        assert setup.engine.take_failed() == []
-        assert (setup.slot(2) == 5).all()
-        setup.engine.close()
-
-
-@pytest.mark.parametrize("config", [BATCHES, KERNELS, RECTANGLES])
-def test_no_fault_of_any_call_loses_a_copy_or_a_byte(config) -> None:
-    """Fail the n-th call for n = 0, 1, ... until a run completes without a fault."""
-    fault = 0
-    while True:
-        setup = Setup(config, has_batch=config is not RECTANGLES)
-        first = setup.api.fallible_count
-        setup.api.fail_calls = {first + fault}
-        outcome = _offload_and_load(setup)
-        setup.engine.close()
-        setup.api.free_device(setup.memory.address)
-        assert setup.api.resource_count == 0
-        if setup.api.fallible_count <= first + fault:
-            assert outcome == {1: True, 2: True}
-            return
-        fault += 1
-
-
-def _offload_and_load(setup: Setup) -> dict[int, bool]:
-    """Copy block 3 to slot 5 and on to block 4; check what is claimed to have arrived."""
-    outcome: dict[int, bool] = {}
-    setup.fill(3, 8)
-    setup.fill(4, 1)
-    for copy_id, submit in ((1, setup.offload), (2, setup.load)):
-        try:
-            submit(copy_id, [2 + copy_id], [5])
-        except DeviceError:
-            outcome[copy_id] = False
-        while copy_id not in outcome:
-            outcome.update(dict.fromkeys(setup.engine.poll(), True))
-            outcome.update(dict.fromkeys(setup.engine.take_failed(), False))
-        setup.api.run_all()
-        if outcome[1]:
-            assert (setup.slot(5) == 8).all()
-        if outcome == {1: True, 2: True}:
-            assert (setup.block(4) == 8).all()
-    return outcome
-
-
-def test_a_copy_that_failed_halfway_is_reported_after_its_accepted_half() -> None:
-    """Or its owner would take memory back that is still being written."""
-    setup = Setup(has_batch=False, has_kernel=False, slot_count=400, steps_per_query=0)
-    blocks = np.arange(300) % BLOCK_COUNT
-    setup.engine.submit_offload(CopyId(0), 0, blocks[:1, None], np.arange(1))
-    setup.api.run_all()
-    setup.engine.poll()
-    # Mark, wait, the first slice of 250 runs, its event; then the second slice.
-    setup.api.fail_calls = {setup.api.fallible_count + 4}
-    setup.engine.submit_offload(CopyId(1), 0, blocks[:, None], np.arange(300))
-    assert setup.api.calls.count("copy_each") >= 2
-    setup.engine.poll()
-    assert setup.engine.take_failed() == []
-    setup.api.run_all()
-    assert setup.engine.poll() == []
-    assert setup.engine.take_failed() == [1]
-    setup.engine.close()
-
-
 @settings(max_examples=30)
 @given(seeds)
 def test_loads_may_be_submitted_from_many_threads(seed) -> None:
@@ -364,6 +228,22 @@ def test_loads_may_be_submitted_from_many_threads(seed) -> None:
     setup.engine.close()
 
 
+@pytest.mark.parametrize("config", [BATCHES, KERNELS, RECTANGLES])
+def test_nothing_on_the_engines_step_waits_for_the_device(config) -> None:
+    setup = Setup(config)
+    setup.api.held.update(setup.api._queues)  # whoever waits now waits for ever
+    setup.compute(3, 7)
+    for copy_id in range(1, 100, 2):
+        setup.offload(copy_id, [3], [5])
+        setup.engine.fence((CopyId(copy_id),))
+        mark = setup.engine.mark_compute()
+        setup.load(copy_id + 1, [3], [5], after=mark, urgent=copy_id % 3 == 0)
+        assert setup.engine.poll() == []
+    assert "synchronize" not in setup.api.calls
+    setup.api.held.clear()
+    setup.engine.close()
+
+
 def test_close_waits_for_what_was_submitted_and_gives_everything_back() -> None:
     setup = Setup(KERNELS, steps_per_query=0)
     setup.fill(3, 4)
@@ -383,6 +263,43 @@ def test_a_closed_engine_refuses_copies() -> None:
     setup.engine.close()
     with pytest.raises(LayoutError):
         setup.load(1, [3], [5])
+
+
+@pytest.mark.parametrize("config", [BATCHES, KERNELS, RECTANGLES])
+def test_no_copy_reaches_across_two_allocations_of_the_device(config) -> None:
+    """Layer 0 and 1 are adjacent but allocated apart; their last and first block make one run."""
+    api = FakeCuda()
+    memory = FakeDeviceMemory(api, np.full(2 * BLOCK_COUNT * PAGE, 3, np.uint8))
+    both = api._device.ranges.pop(memory.address)
+    for half in np.split(both, 2):
+        api._device.ranges[int(half.ctypes.data)] = half
+    pool = HostPool(PAGE_BYTES)
+    engine = make_engine(api, config)
+    caches = make_caches(memory, [PAGE, PAGE], 0, ChunkOrder.LAYER_MAJOR)
+    engine.register(caches, 2, pool.address, pool.size_bytes)
+    engine.submit_offload(CopyId(1), 0, np.array([[0, BLOCK_COUNT - 1]]), np.array([0]))
+    while not engine.poll():
+        assert engine.take_failed() == []
+    assert (pool.array[: 4 * PAGE] == 3).all()
+    engine.close()
+
+
+@pytest.mark.parametrize("config", [BATCHES, KERNELS, RECTANGLES])
+def test_no_copy_reaches_across_two_registrations_of_the_pool(config) -> None:
+    api = FakeCuda()
+    memory = FakeDeviceMemory(api, np.full(BLOCK_COUNT * PAGE_BYTES, 3, np.uint8))
+    pool = HostPool(PIECE_BYTES + BLOCK_COUNT * PAGE_BYTES)
+    engine = make_engine(api, config)
+    caches = make_caches(memory, [PAGE_BYTES], 0, ChunkOrder.LAYER_MAJOR)
+    engine.register(caches, 1, pool.address, pool.size_bytes)
+    blocks = np.arange(4)
+    slots = PIECE_BYTES // PAGE_BYTES - 2 + blocks  # two on either side
+    engine.submit_offload(CopyId(1), 0, blocks[:, None], slots)
+    while not engine.poll():
+        assert engine.take_failed() == []
+    start = PIECE_BYTES - 2 * PAGE_BYTES
+    assert (pool.array[start : start + 4 * PAGE_BYTES] == 3).all()
+    engine.close()
 
 
 def test_caches_of_another_device_are_refused() -> None:

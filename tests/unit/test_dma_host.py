@@ -2,15 +2,24 @@
 
 import ctypes
 import mmap
+import os
 from collections import deque
 
 import numpy as np
 import pytest
 
 from tierstore.dma.host import HostCopyEngine
+from tierstore.dma.protocol import CopyId
 from tierstore.dma.runs import GroupAddressing
 from tierstore.errors import LayoutError
-from tierstore.layout import PAGE_BYTES, CanonicalKVCaches, ChunkOrder
+from tierstore.io_pool import IoPool
+from tierstore.layout import (
+    PAGE_BYTES,
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    ChunkOrder,
+)
 from tierstore.testing.copy_conformance import (
     BLOCK_COUNT,
     CopyConformance,
@@ -22,6 +31,23 @@ from tierstore.testing.copy_conformance import (
 class TestHostCopyEngine(CopyConformance):
     def make_engine(self):
         return HostCopyEngine()
+
+    def make_memory(self, data):
+        return HostMemory(data)
+
+
+class TestSharedHostCopies(CopyConformance):
+    """The same, with threads that take their part of every copy."""
+
+    @pytest.fixture(autouse=True)
+    def _threads(self):
+        self.threads = IoPool(2, "copies")
+        self.threads.open()
+        yield
+        assert self.threads.close(10.0)
+
+    def make_engine(self):
+        return HostCopyEngine(self.threads.submit_read, share_bytes_min=0, share_run_bytes_min=0)
 
     def make_memory(self, data):
         return HostMemory(data)
@@ -74,6 +100,40 @@ def test_no_page_comes_after_the_engine_was_closed(pool):
     while tasks:
         tasks.popleft()()
     assert 0 < before == page_count() < POOL_BYTES // PAGE_BYTES
+
+
+@pytest.mark.parametrize(("page_bytes", "is_shared"), [(1 << 16, True), (1 << 15, False)])
+def test_large_copies_of_large_runs_are_shared_and_end_without_a_helper_too(page_bytes, is_shared):
+    block_count = (8 << 20) // page_bytes
+    blocks = np.arange(8 << 20, dtype=np.uint32).astype(np.uint8)
+    tensor = CanonicalKVCacheTensor(
+        address=blocks.ctypes.data,
+        block_count=block_count,
+        block_stride_bytes=page_bytes,
+        page_bytes=page_bytes,
+        owner=blocks,
+    )
+    caches = CanonicalKVCaches(
+        tensors=(tensor,),
+        group_refs=((CanonicalKVCacheRef(layer_name="0", tensor_idx=0),),),
+        chunk_order=ChunkOrder.LAYER_MAJOR,
+        device="cpu",
+    )
+    pool = np.zeros(8 << 20, np.uint8)
+    spawned = []
+    engine = HostCopyEngine(spawned.append)
+    engine.register(caches, 1, pool.ctypes.data, len(pool))
+    spawned.clear()  # the prefault
+    order = np.arange(block_count)[::-1]
+    engine.submit_offload(
+        CopyId(1), 0, order[:, None], np.arange(block_count) * page_bytes // PAGE_BYTES
+    )
+    assert bool(spawned) is (is_shared and len(os.sched_getaffinity(0)) > 1)
+    for task in spawned:
+        task()  # late: nothing is left
+    assert np.array_equal(
+        pool.reshape(block_count, page_bytes), blocks.reshape(block_count, page_bytes)[::-1]
+    )
 
 
 def test_adjacent_blocks_in_adjacent_slots_become_one_run():

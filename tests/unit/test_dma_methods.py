@@ -72,6 +72,13 @@ def test_layers_at_equal_distances_become_one_rectangle_per_block() -> None:
     assert len(split.rest) == 0
 
 
+def test_rows_further_apart_than_any_device_allows_are_no_rectangle() -> None:
+    for pitch, rectangle_count in (((1 << 31) - 1, 1), (1 << 31, 0)):
+        runs = directed([(pitch, 64)] * 9, [64] * 10)
+        split = split_rectangles(runs, width_bytes_min=1, row_count_min=4)
+        assert len(split.rectangles) == rectangle_count
+
+
 def test_narrow_rows_are_left_to_others() -> None:
     runs = directed([(100, 64)] * 9, [64] * 10)
     split = split_rectangles(runs, width_bytes_min=65, row_count_min=4)
@@ -160,6 +167,8 @@ def test_many_runs_are_divided_into_calls_of_bounded_size() -> None:
     by_kernel = selector(kernel_below_bytes=4096).select(runs, None, CopyDirection.LOAD)
     assert [len(call.runs) for call in by_kernel] == [TABLE_ROWS, 1]
     assert [call.entry_count for call in by_kernel] == [1, 1]
+    batches = selector().select(copy_runs([64] * (TABLE_ROWS + 33)), None, CopyDirection.LOAD)
+    assert [call.entry_count for call in batches] == [128, 2]
     plain = selector(has_batch=False).select(runs, None, CopyDirection.LOAD)
     assert max(call.entry_count for call in plain) <= 250
 

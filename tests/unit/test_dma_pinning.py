@@ -1,5 +1,8 @@
 """Pinning in the background: order, growth, refusal, graph capture, and what is left at the end."""
 
+import mmap
+import threading
+import time
 from collections import deque
 from pathlib import Path
 
@@ -9,6 +12,7 @@ import pytest
 from tierstore.clock import MonotonicClock
 from tierstore.dma.host_memory import bind_to_node, prefault
 from tierstore.dma.pinning import PoolPinner
+from tierstore.errors import DeviceBusyError
 from tierstore.memory import HostPool
 from tierstore.metrics import Counters
 from tierstore.testing.fake_cuda import FakeCuda
@@ -98,21 +102,52 @@ def test_a_refusal_leaves_the_rest_pageable_with_one_warning(pool, caplog) -> No
     assert counters.snapshot()["pinned_bytes"] == 0
 
 
-def test_pinning_pauses_while_a_graph_is_captured_and_goes_on_after(pool, caplog) -> None:
-    api, tasks = FakeCuda(), Tasks()
-    api.busy = True
+class Capturing(FakeCuda):
+    """Refuses registrations while a graph is captured, and tells of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.busy = True
+        self.refused = threading.Semaphore(0)
+
+    def register_host(self, address: int, size_bytes: int) -> None:
+        try:
+            super().register_host(address, size_bytes)
+        except DeviceBusyError:
+            self.refused.release()
+            raise
+
+
+def in_threads(task) -> None:
+    threading.Thread(target=task, daemon=True).start()
+
+
+def test_pinning_goes_on_by_itself_when_a_graph_has_been_captured(pool, caplog) -> None:
+    api = Capturing()
+    api.use_device()
     pinner = make_pinner(api, pool)
-    pinner.open(tasks.spawn)
-    tasks.run()
+    pinner.open(in_threads)
+    for _ in range(2):
+        assert api.refused.acquire(timeout=10)
     assert pinner.pinned(addresses(pool)).tolist() == [False] * PIECES
-    pinner.resume()
-    tasks.run()
     api.busy = False
-    pinner.resume()
-    tasks.run()
-    assert pinner.pinned(addresses(pool)) is None
+    until = time.monotonic() + 10
+    while pinner.pinned(addresses(pool)) is not None:
+        assert time.monotonic() < until
     assert caplog.records == []
     pinner.close()
+    assert api.registered_bytes == 0
+
+
+def test_close_does_not_wait_for_the_end_of_a_capture(pool) -> None:
+    api, counters = Capturing(), Counters()
+    pinner = make_pinner(api, pool, counters)
+    pinner.open(in_threads)
+    assert api.refused.acquire(timeout=10)
+    pinner.close()
+    api.busy = False
+    assert not api.refused.acquire(timeout=0.3)
+    assert api.registered_bytes == 0
 
 
 def test_close_stops_halfway_and_unregisters_what_was_pinned(pool) -> None:
@@ -138,6 +173,53 @@ def test_a_pool_that_is_never_pinned_says_so() -> None:
     pinner = PoolPinner(FakeCuda(), 1 << 20, 0, Counters())
     assert pinner.pinned(np.array([1 << 20, 2 << 20])).tolist() == [False, False]
     pinner.close()
+
+
+def test_threads_that_pin_are_not_held_up_by_a_capture_elsewhere(pool) -> None:
+    api, tasks = FakeCuda(), Tasks()
+    api.capturing = True
+    pinner = make_pinner(api, pool)
+    pinner.open(tasks.spawn)
+    tasks.run()
+    assert pinner.pinned(addresses(pool)) is None
+    pinner.close()
+
+
+def test_the_pool_lies_on_the_node_of_the_device(pool) -> None:
+    api, tasks = FakeCuda(), Tasks()
+    api.node = 0
+    pinner = make_pinner(api, pool)
+    pinner.open(tasks.spawn)
+    tasks.run()
+    lines = Path("/proc/self/numa_maps").read_text().splitlines()
+    (policy,) = (line.split()[1] for line in lines if line.startswith(f"{pool.address:x} "))
+    assert policy.startswith("prefer")
+    pinner.close()
+
+
+def test_pages_are_there_before_they_are_registered(pool) -> None:
+    """So that threads take them side by side, and the driver holds its lock for less time."""
+    if not prefault(pool.address, 4096):
+        pytest.skip("this kernel cannot give pages beforehand")
+    tasks = Tasks()
+    pinner = make_pinner(FakeCuda(), pool)
+    pinner.open(tasks.spawn)
+    before = resident_bytes()
+    tasks.run()
+    assert resident_bytes() - before >= SIZE - 4096
+    pinner.close()
+
+
+def test_a_pool_asks_for_huge_pages_only_if_told_to() -> None:
+    if not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("this kernel has no transparent huge pages")
+    with HostPool(8 << 20) as plain, HostPool(8 << 20, huge_pages=True) as huge:
+        assert "hg" not in flags_of(plain.address)
+        assert "hg" in flags_of(huge.address)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def test_prefault_and_placement_change_no_byte(pool) -> None:

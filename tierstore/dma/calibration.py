@@ -15,7 +15,8 @@ __all__ = ["measure_thresholds"]
 
 _logger = logging.getLogger(__name__)
 
-_RUN_BYTES = (2 << 10, 8 << 10, 32 << 10, 128 << 10)
+_RUN_BYTES = (2 << 10, 4 << 10, 8 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10)
+"""Pages have such sizes; copy engines can lose most of their bandwidth between two of them."""
 _RUN_COUNTS = (1, 4, 16, 64)
 _RUN_COUNT_MANY = 128
 _TRIAL_BYTES_MAX = 4 << 20
@@ -48,7 +49,7 @@ def _measure(bench: "_Bench", direction: CopyDirection) -> Thresholds:
     for size in _RUN_BYTES:
         if not bench.kernel_wins(direction, size, _RUN_COUNT_MANY):
             break
-        kernel_below_bytes = 2 * size  # the next size tried is four times as large
+        kernel_below_bytes = size + size // 2  # the next size tried is twice as large
     kernel_runs_min = next(
         (count for count in _RUN_COUNTS if bench.kernel_wins(direction, _RUN_BYTES[0], count)),
         _RUN_COUNT_MANY,

@@ -174,11 +174,10 @@ class CudaCopyEngine:
 
     def poll(self) -> list[CopyId]:
         """Return the copies whose bytes have arrived, and submit what was held back."""
-        if not self._lanes or self._pinner is None:
+        if not self._lanes:
             return []
         self._api.use_device()
         self._drop_passed_marks()
-        self._pinner.resume()
         arrived: list[CopyId] = []
         for lane in self._lanes:
             progress = lane.poll()

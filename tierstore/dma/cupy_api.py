@@ -64,22 +64,15 @@ class CupyApi:
     """`CudaApi` of one device."""
 
     def __init__(self, device_index: int, *, kernel_sms: int) -> None:
-        """Look at the device, and compile the kernel (some 100 ms once; CuPy caches it).
+        """Look at the device, and compile the kernel (some 100 ms).
 
         The kernel keeps at most `kernel_sms` multiprocessors busy.
 
         Raises:
             MissingExtraError: CuPy is not installed.
-            DeviceError: there is no such device, or no driver.
+            DeviceError: there is no such device, or no driver, or CuPy cannot start.
         """
-        try:
-            import cupy
-        except ImportError as error:
-            raise MissingExtraError(
-                "KV caches on a GPU need CuPy: install tierstore[cuda12] or tierstore[cuda13], as "
-                "the driver and torch are"
-            ) from error
-        self._cupy: Any = cupy
+        cupy = self._cupy = _import_cupy()
         self._runtime: Any = cupy.cuda.runtime
         self._device_index = device_index
         self._kernel_sms = kernel_sms
@@ -224,8 +217,8 @@ class CupyApi:
             np.int64(run_count),
             np.int64(parts),
         )
-        with self._translated("cuLaunchKernel"), self._streams[stream]:
-            self._kernel((blocks,), (THREADS_PER_BLOCK,), arguments)
+        with self._translated("cuLaunchKernel"):
+            self._kernel((blocks,), (THREADS_PER_BLOCK,), arguments, stream=self._streams[stream])
 
     def alloc_host(self, size_bytes: int) -> int:
         """Allocate pinned, mapped host memory."""
@@ -285,13 +278,16 @@ class CupyApi:
 
     def _compile(self) -> Any:
         """Return the kernel; None where CuPy cannot compile (no NVRTC library, for example)."""
+        cuda = self._cupy.cuda
         try:
-            kernel = self._cupy.RawKernel(KERNEL_SOURCE, KERNEL_NAME)
-            kernel.compile()
-        except (self._cupy.cuda.compiler.CompileException, RuntimeError, OSError) as error:
+            # Not by `RawKernel`, which keeps what it compiled in the user's home directory.
+            binary, _ = cuda.compiler.compile_using_nvrtc(KERNEL_SOURCE, cache_in_memory=True)
+            module = cuda.Module()
+            module.load(binary)
+            return module.get_function(KERNEL_NAME)
+        except (cuda.compiler.CompileException, RuntimeError, OSError) as error:
             _logger.warning("gather kernel not available, small runs are slower: cause=%s", error)
             return None
-        return kernel
 
     def _call(self, name: str, *arguments: object) -> None:
         """Call the driver; ctypes releases the interpreter meanwhile."""
@@ -311,6 +307,21 @@ class CupyApi:
             if error.status in _CAPTURE_ERRORS:
                 raise DeviceBusyError(f"{call}: {error}") from error
             raise DeviceError(f"{call}: {error}") from error
+
+
+def _import_cupy() -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise MissingExtraError(
+            "KV caches on a GPU need CuPy: install tierstore[cuda12] or tierstore[cuda13], as "
+            f"the driver and torch are ({error})"
+        ) from error
+    except OSError as error:  # from version 14 on it makes its folder when it is imported
+        raise DeviceError(
+            f"CuPy cannot make its folder: {error}; set CUPY_CACHE_DIR to one that exists"
+        ) from error
+    return cupy
 
 
 def _load_driver(kind: type[ctypes.CDLL]) -> ctypes.CDLL:

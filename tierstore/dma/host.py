@@ -1,11 +1,15 @@
 """Copy engine of the CPU platform: the engine's blocks are host memory too."""
 
 import ctypes
+import os
+import threading
 from collections import deque
 from functools import partial
 
+import numpy as np
+
 from tierstore.dma.host_memory import prefault
-from tierstore.dma.pinning import Spawn
+from tierstore.dma.pinning import PIN_TASKS, Spawn
 from tierstore.dma.protocol import ComputeMark, CopyId
 from tierstore.dma.runs import GroupAddressing
 from tierstore.errors import LayoutError
@@ -14,21 +18,43 @@ from tierstore.transfer import IntArray
 
 __all__ = ["HostCopyEngine"]
 
-_PIECE_BYTES = 16 << 20
+_PREFAULT_BYTES = 16 << 20
 """What is prefaulted at once: a close waits for it."""
+
+_SHARE_BYTES_MIN = 8 << 20
+"""Below that a copy is over before another thread is awake."""
+
+_SHARE_RUN_BYTES_MIN = 64 << 10
+"""Mean size of a run below which threads wait for the interpreter longer than they copy."""
+
+_PIECES_PER_THREAD = 8
+"""Of a shared copy: a thread that is late, or slow, leaves more to the others."""
 
 
 class HostCopyEngine:
-    """Copies with `memmove`, at once, in the calling thread.
+    """Copies with `memmove`, at once, in the calling thread; others help it with a large copy.
 
     A copy is complete when `submit_*` returns: fences have nothing to wait for, since the engine
     runs its step in the same thread. `memmove` releases the interpreter, so loads submitted by
     I/O threads run side by side. Costs about 0.4 us per run plus the bytes.
     """
 
-    def __init__(self, spawn: Spawn | None = None) -> None:
-        """`spawn` runs tasks that give the pool its pages; None: who uses them first waits."""
+    def __init__(
+        self,
+        spawn: Spawn | None = None,
+        *,
+        share_bytes_min: int = _SHARE_BYTES_MIN,
+        share_run_bytes_min: int = _SHARE_RUN_BYTES_MIN,
+    ) -> None:
+        """`spawn` runs tasks that give the pool its pages, and that help with large copies.
+
+        Without it, who uses a page first waits for it, and who copies does so alone. Copies are
+        large from `share_bytes_min` on, if their runs have `share_run_bytes_min` on the average.
+        """
         self._spawn = spawn
+        self._share_bytes_min = share_bytes_min
+        self._share_run_bytes_min = share_run_bytes_min
+        self._helper_count = min(PIN_TASKS, len(os.sched_getaffinity(0)) - 1)
         self._is_closed = False
         self._groups: dict[int, GroupAddressing] = {}
         self._caches: CanonicalKVCaches | None = None
@@ -60,7 +86,7 @@ class HostCopyEngine:
 
     def _prefault(self, address: int, end: int) -> None:
         """Give one piece of the pool its pages, and go on; first comes what is used first."""
-        size_bytes = min(_PIECE_BYTES, end - address)
+        size_bytes = min(_PREFAULT_BYTES, end - address)
         if not self._is_closed and prefault(address, size_bytes):
             self._prefault_from(address + size_bytes, end)
 
@@ -69,7 +95,7 @@ class HostCopyEngine:
     ) -> None:
         """Copy blocks to slots."""
         runs = self._addressing(group_idx).runs(block_ids, slots)
-        _copy(runs.pool_addresses, runs.device_addresses, runs.sizes_bytes)
+        self._copy(runs.pool_addresses, runs.device_addresses, runs.sizes_bytes)
         self._complete.append(copy_id)
 
     def submit_load(
@@ -84,7 +110,7 @@ class HostCopyEngine:
     ) -> None:
         """Copy slots to blocks."""
         runs = self._addressing(group_idx).runs(block_ids, slots)
-        _copy(runs.device_addresses, runs.pool_addresses, runs.sizes_bytes)
+        self._copy(runs.device_addresses, runs.pool_addresses, runs.sizes_bytes)
         self._complete.append(copy_id)
 
     def mark_compute(self) -> ComputeMark:
@@ -114,6 +140,46 @@ class HostCopyEngine:
             raise LayoutError(f"group {group_idx} is not registered for copies")
         return addressing
 
+    def _copy(self, targets: IntArray, sources: IntArray, sizes: IntArray) -> None:
+        """Copy alone, or with the help of whoever is free."""
+        size_min = max(self._share_bytes_min, len(sizes) * self._share_run_bytes_min)
+        if self._spawn is None or int(sizes.sum()) < size_min:
+            _move(targets, sources, sizes)
+            return
+        piece_count = _PIECES_PER_THREAD * (self._helper_count + 1)
+        pieces = (np.array_split(array, piece_count) for array in (targets, sources, sizes))
+        shared = _SharedCopy(deque(zip(*pieces, strict=True)))
+        for _ in range(self._helper_count):
+            self._spawn(shared.help)
+        shared.finish()
 
-def _copy(targets: IntArray, sources: IntArray, sizes: IntArray) -> None:
+
+class _SharedCopy:
+    """A copy in pieces. Whoever comes takes the next one; a helper that comes late finds none."""
+
+    def __init__(self, pieces: deque[tuple[IntArray, IntArray, IntArray]]) -> None:
+        self._pieces = pieces
+        self._unfinished_count = len(pieces)
+        self._changed = threading.Condition()
+
+    def help(self) -> None:
+        """Copy pieces until none is left."""
+        while True:
+            try:
+                piece = self._pieces.popleft()
+            except IndexError:
+                return
+            _move(*piece)
+            with self._changed:
+                self._unfinished_count -= 1
+                self._changed.notify_all()
+
+    def finish(self) -> None:
+        """Copy pieces, then wait for those that helpers took."""
+        self.help()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._unfinished_count)
+
+
+def _move(targets: IntArray, sources: IntArray, sizes: IntArray) -> None:
     deque(map(ctypes.memmove, targets.tolist(), sources.tolist(), sizes.tolist()), maxlen=0)

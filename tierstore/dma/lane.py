@@ -3,7 +3,7 @@
     submit --> waiting --(room?)--> stream's queue --(event complete?)--> poll names the copy
 
 A copy call takes some hundred microseconds once a stream holds about a thousand of them, so a lane
-enqueues no more than `ENTRIES_MAX` and submits the rest as earlier ones complete.
+enqueues no more than `ENTRIES_MAX`; the rest follows in later submissions and polls.
 """
 
 import logging
@@ -24,7 +24,8 @@ __all__ = ["ENTRIES_MAX", "EventPool", "Lane", "LaneCopy", "LaneProgress", "Stre
 _logger = logging.getLogger(__name__)
 
 ENTRIES_MAX = 768
-"""Copies that a stream holds at most, unless a fence hurries; well below a thousand."""
+"""Plain copies that a stream holds at most, unless a fence hurries, or what counts as so many
+(`CopyCalls.entry_count`); well below a thousand."""
 
 _TABLE_COUNT = 8
 """Kernel launches in flight per lane; each reads its own table."""
@@ -129,12 +130,14 @@ class Lane:
         self._waiting: deque[LaneCopy] = deque()
         self._in_flight: deque[_Segment] = deque()
         self._entry_count = 0
-        self._lost: list[CopyId] = []
-        """Failed copies without an event."""
+        self._progress = LaneProgress()
+        """What the next poll tells."""
 
     def submit(self, copy: LaneCopy) -> None:
         """Enqueue a copy, on the stream as far as there is room."""
         with self._lock:
+            # What has ended since the last poll makes room: a step may lie between two of them.
+            self._pop()
             self._waiting.append(copy)
             self._push()
 
@@ -143,13 +146,14 @@ class Lane:
 
         Finds nothing while another thread submits: the next call will.
         """
-        progress = LaneProgress()
-        if self._lock.acquire(blocking=False):
-            try:
-                self._pop(progress)
-                self._push()
-            finally:
-                self._lock.release()
+        if not self._lock.acquire(blocking=False):
+            return LaneProgress()
+        try:
+            self._pop()
+            self._push()
+            progress, self._progress = self._progress, LaneProgress()
+        finally:
+            self._lock.release()
         return progress
 
     def hold_stream(self, stream: Stream, copy_ids: set[CopyId]) -> None:
@@ -158,6 +162,7 @@ class Lane:
         Those that still wait for room are enqueued now, however long the queue gets.
         """
         with self._lock:
+            self._pop()
             hurried = [i for i, copy in enumerate(self._waiting) if copy.copy_id in copy_ids]
             if hurried:
                 self._push(hurried=hurried[-1] + 1)
@@ -168,22 +173,19 @@ class Lane:
 
     def close(self) -> LaneProgress:
         """Wait for everything that was submitted, destroy the stream, free its memory."""
-        progress = LaneProgress()
         with self._lock:
             while self._waiting or self._in_flight:
                 self._push()
                 self._api.synchronize(self._stream)
-                self._pop(progress)
+                self._pop()
             self._api.destroy_stream(self._stream)
             self._tables = []
             if self._table_address is not None:
                 self._api.free_host(self._table_address)
                 self._table_address = None
-        return progress
+        return self._progress
 
-    def _pop(self, progress: LaneProgress) -> None:
-        progress.failed += self._lost
-        self._lost.clear()
+    def _pop(self) -> None:
         while self._in_flight and self._has_ended(self._in_flight[0]):
             segment = self._in_flight.popleft()
             self._events.give(segment.event)
@@ -191,7 +193,8 @@ class Lane:
             if segment.table is not None:
                 self._tables.append(segment.table)
             if segment.is_last:
-                ids = progress.failed if segment.copy.failed else progress.arrived
+                failed = segment.copy.failed
+                ids = self._progress.failed if failed else self._progress.arrived
                 ids.append(segment.copy.copy_id)
 
     def _has_ended(self, segment: _Segment) -> bool:
@@ -257,7 +260,7 @@ class Lane:
         # Nothing but waiting tells now when the accepted calls end; a lost device has ended them.
         with suppress(DeviceError):
             self._api.synchronize(self._stream)
-        self._lost.append(copy.copy_id)
+        self._progress.failed.append(copy.copy_id)
 
     def _fail(self, copy: LaneCopy, what: str, error: DeviceError) -> None:
         _logger.error("copy failed: copy=%d call=%s cause=%s", copy.copy_id, what, error)
@@ -265,14 +268,16 @@ class Lane:
         copy.calls.clear()
 
     def _call(self, calls: CopyCalls, table: IntArray | None, *, early_reads: bool) -> None:
-        runs = calls.runs
+        runs, method = calls.runs, calls.method
+        if method is CopyMethod.KERNEL and table is None:
+            # A hurried copy whose tables are all in flight: slower, but no waiting.
+            method = CopyMethod.BATCH if self._api.has_batch else CopyMethod.PLAIN
         if isinstance(runs, Rectangles):
             self._api.copy_pitched(runs, self._stream)
-        elif calls.method is CopyMethod.BATCH:
+        elif method is CopyMethod.BATCH:
             self._api.copy_batch(runs, self._stream, early_reads=early_reads)
         elif table is not None:
             fill_table(table, runs)
             self._api.copy_by_kernel(table, len(runs), self._stream)
         else:
-            # Also a hurried kernel copy whose tables are all in flight: slower, but no waiting.
             self._api.copy_each(runs, self._stream)

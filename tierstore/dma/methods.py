@@ -38,6 +38,9 @@ TABLE_ROWS = 4096
 _PLAIN_RUNS_MAX = 250
 """Most separate copies that are enqueued between two looks at the queue's length."""
 
+_BATCH_RUNS_PER_ENTRY = 32
+"""A driver submits a batch in one go, but not without end: 24,576 runs fill a stream."""
+
 _ROWS_MIN = 4
 """A rectangle with fewer rows saves too few calls to be looked for."""
 
@@ -83,9 +86,13 @@ class CopyCalls:
 
     @property
     def entry_count(self) -> int:
-        """How many entries of a stream's queue they take."""
-        one_call = self.method in (CopyMethod.BATCH, CopyMethod.KERNEL)
-        return 1 if one_call else len(self.runs)
+        """How many entries of a stream's queue they count as."""
+        match self.method:
+            case CopyMethod.KERNEL:
+                return 1
+            case CopyMethod.BATCH:
+                return -(-len(self.runs) // _BATCH_RUNS_PER_ENTRY)
+        return len(self.runs)
 
 
 class RegionBorders:
@@ -105,9 +112,10 @@ class RegionBorders:
             room = np.minimum(
                 _room(self._device, runs.device_addresses), _room(self._pool, runs.pool_addresses)
             )
-            crossing = np.flatnonzero(room < runs.sizes_bytes)
-            if len(crossing) == 0:
+            crosses = room < runs.sizes_bytes
+            if not crosses.any():
                 return runs
+            crossing = np.flatnonzero(crosses)
             heads = room[crossing]
             sizes = runs.sizes_bytes.copy()
             sizes[crossing] = heads
@@ -134,7 +142,7 @@ class RegionBorders:
 
 def _room(borders: IntArray, addresses: IntArray) -> IntArray:
     """Return the bytes from each address to the next border."""
-    room: IntArray = borders[np.searchsorted(borders, addresses, side="right")] - addresses
+    room: IntArray = borders[borders.searchsorted(addresses, side="right")] - addresses
     return room
 
 
@@ -169,18 +177,21 @@ class MethodSelector:
         rest = _directed(runs, direction)
         calls: list[list[CopyCalls]] = []
         if pinned is not None:
-            loose = rest[np.flatnonzero(~pinned)]
+            rest, loose = _divided(rest, pinned)
             calls.append(_slices(CopyMethod.PLAIN, loose, _PLAIN_RUNS_MAX))
-            rest = rest[np.flatnonzero(pinned)]
         if self._has_kernel:
             small = rest.sizes_bytes < thresholds.kernel_below_bytes
             if np.count_nonzero(small) >= thresholds.kernel_runs_min:
-                by_kernel = rest[np.flatnonzero(small)]
+                by_kernel, rest = _divided(rest, small)
                 calls.append(_slices(CopyMethod.KERNEL, by_kernel, TABLE_ROWS))
-                rest = rest[np.flatnonzero(~small)]
-        if thresholds.pitched_from_bytes is not None and len(rest) >= _ROWS_MIN:
+        pitched_from_bytes = thresholds.pitched_from_bytes
+        if (
+            pitched_from_bytes is not None
+            and len(rest) >= _ROWS_MIN
+            and int(rest.sizes_bytes.max()) >= pitched_from_bytes
+        ):
             split = split_rectangles(
-                rest, width_bytes_min=thresholds.pitched_from_bytes, row_count_min=_ROWS_MIN
+                rest, width_bytes_min=pitched_from_bytes, row_count_min=_ROWS_MIN
             )
             if len(split.rectangles) and bool(self._borders.hold(split.rectangles).all()):
                 calls.append(_slices(CopyMethod.PITCHED, split.rectangles, _PLAIN_RUNS_MAX))
@@ -196,6 +207,13 @@ def _directed(runs: CopyRuns, direction: CopyDirection) -> DirectedRuns:
     if direction is CopyDirection.OFFLOAD:
         return DirectedRuns(runs.pool_addresses, runs.device_addresses, runs.sizes_bytes)
     return DirectedRuns(runs.device_addresses, runs.pool_addresses, runs.sizes_bytes)
+
+
+def _divided(runs: DirectedRuns, chosen: BoolArray) -> tuple[DirectedRuns, DirectedRuns]:
+    """Return the chosen runs and the others."""
+    if chosen.all():
+        return runs, runs[:0]
+    return runs[np.flatnonzero(chosen)], runs[np.flatnonzero(~chosen)]
 
 
 def _slices(method: CopyMethod, runs: DirectedRuns | Rectangles, count_max: int) -> list[CopyCalls]:

@@ -10,12 +10,7 @@ from tierstore.dma.protocol import CopyEngine
 from tierstore.errors import LayoutError
 from tierstore.metrics import Counters
 
-__all__ = ["is_cuda", "open_copy_engine"]
-
-
-def is_cuda(device: str) -> bool:
-    """Say whether a device name means a GPU."""
-    return re.fullmatch(r"cuda:\d+", device) is not None
+__all__ = ["open_copy_engine"]
 
 
 def open_copy_engine(
@@ -35,7 +30,7 @@ def open_copy_engine(
     """
     if device == "cpu":
         return HostCopyEngine(spawn)
-    if not is_cuda(device):
+    if re.fullmatch(r"cuda:\d+", device) is None:
         raise LayoutError(f"no copy engine for device {device!r}: expected cpu or cuda:<index>")
     from tierstore.dma.cuda import CudaCopyEngine
     from tierstore.dma.cupy_api import CupyApi

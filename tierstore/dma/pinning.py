@@ -38,6 +38,8 @@ _PIECES_MAX = 1 << 15
 PIN_TASKS = 4
 """Most tasks that are spawned at once."""
 _CLOSE_TIMEOUT_SECONDS = 30.0
+_BUSY_SECONDS = 0.1
+"""How long to leave the driver alone that refuses because a CUDA graph is being captured."""
 
 
 class PoolPinner:
@@ -65,12 +67,10 @@ class PoolPinner:
         self._changed = threading.Condition()
         self._queue = deque(range(piece_count))
         self._task_count = 0
-        self._paused = False
         self._all_pinned = False
         self._closing = False
         self._registering = threading.Lock()
         self._seconds = 0.0
-        self._spawn: Spawn | None = None
 
     @property
     def borders(self) -> list[int]:
@@ -86,13 +86,10 @@ class PoolPinner:
         node = self._api.numa_node()
         if node is not None:
             bind_to_node(self._address, self._size_bytes, node)
-        self._spawn = spawn
-        self._start_tasks()
-
-    def resume(self) -> None:
-        """Go on if the driver refused for the time being; call it now and then."""
-        if self._paused:
-            self._start_tasks()
+        with self._changed:
+            self._task_count = min(PIN_TASKS, len(self._queue))
+        for _ in range(self._task_count):
+            spawn(self._run)
 
     def pinned(self, addresses: IntArray) -> npt.NDArray[np.bool_] | None:
         """Say which addresses of the pool lie in pinned pieces; None: all of them.
@@ -113,6 +110,7 @@ class PoolPinner:
         with self._changed:
             self._closing = True
             self._queue.clear()
+            self._changed.notify_all()
             if not self._changed.wait_for(lambda: not self._task_count, _CLOSE_TIMEOUT_SECONDS):
                 _logger.error("pinning hangs at close: its memory stays pinned")
                 return
@@ -125,16 +123,6 @@ class PoolPinner:
             self._counters.add(Metric.PINNED_BYTES, -self._bytes_of(piece))
         self._pinned[:] = False
 
-    def _start_tasks(self) -> None:
-        with self._changed:
-            if self._closing or self._spawn is None:
-                return
-            self._paused = False
-            count = min(PIN_TASKS, len(self._queue))
-            self._task_count += count
-        for _ in range(count):
-            self._spawn(self._run)
-
     def _run(self) -> None:
         """Prefault and register pieces until none is left (in a background thread)."""
         try:
@@ -144,7 +132,8 @@ class PoolPinner:
                 prefault(self._address + piece * self._piece_bytes, self._bytes_of(piece))
                 # One at a time: the driver lets only one in anyway, and others want their turn.
                 with self._registering:
-                    self._register(piece)
+                    while not (self._closing or self._register(piece)):
+                        self._wait_for_driver()
         except DeviceError as error:
             self._give_up(error)
         finally:
@@ -154,21 +143,21 @@ class PoolPinner:
 
     def _next_piece(self) -> int | None:
         with self._changed:
-            return self._queue.popleft() if self._queue and not self._paused else None
+            return self._queue.popleft() if self._queue else None
 
-    def _register(self, piece: int) -> None:
-        if self._closing:
-            return
+    def _wait_for_driver(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing, _BUSY_SECONDS)
+
+    def _register(self, piece: int) -> bool:
+        """Register a piece; False: not now."""
         started_at = self._clock.seconds()
         try:
             self._api.register_host(
                 self._address + piece * self._piece_bytes, self._bytes_of(piece)
             )
         except DeviceBusyError:
-            with self._changed:
-                self._paused = True
-                self._queue.appendleft(piece)
-            return
+            return False
         seconds = self._clock.seconds() - started_at
         self._seconds += seconds
         self._pinned[piece] = True
@@ -177,6 +166,7 @@ class PoolPinner:
         if self._pinned.all():
             self._all_pinned = True
             _logger.info("pool pinned: bytes=%d seconds=%.1f", self._size_bytes, self._seconds)
+        return True
 
     def _give_up(self, error: DeviceError) -> None:
         with self._changed:

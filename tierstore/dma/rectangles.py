@@ -37,7 +37,7 @@ def split_rectangles(
     A run where two long stretches meet belongs to the earlier one.
     """
     targets, sources, sizes = runs.targets, runs.sources, runs.sizes_bytes
-    target_steps, source_steps = np.diff(targets), np.diff(sources)
+    target_steps, source_steps = targets[1:] - targets[:-1], sources[1:] - sources[:-1]
     linked = (
         (sizes[1:] == sizes[:-1])
         & (sizes[:-1] >= width_bytes_min)
@@ -50,6 +50,9 @@ def split_rectangles(
         & (target_steps[1:] == target_steps[:-1])
         & (source_steps[1:] == source_steps[:-1])
     )
+    if np.count_nonzero(goes_on) < row_count_min - 2:
+        none = targets[:0]
+        return RectangleSplit(Rectangles(none, none, none, none, none, none), runs)
     first_links = np.flatnonzero(np.concatenate(([True], ~goes_on))[: len(linked)])
     link_counts = np.diff(np.append(first_links, len(linked)))
     long = linked[first_links] & (link_counts + 1 >= row_count_min)

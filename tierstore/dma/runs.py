@@ -96,14 +96,19 @@ class GroupAddressing:
         blocks = block_ids[:, self._block_of]
         device = self._bases + blocks * self._strides
         pool = (self._pool_address + slots * PAGE_BYTES)[:, None] + self._offsets
+        sizes = np.empty_like(device)
+        sizes[:] = self._sizes
+        if int(block_ids.min()) >= 0:
+            return _coalesce(device.ravel(), pool.ravel(), sizes.ravel())
         wanted = blocks >= 0
-        sizes = np.broadcast_to(self._sizes, blocks.shape)[wanted]
-        return _coalesce(device[wanted], pool[wanted], sizes)
+        return _coalesce(device[wanted], pool[wanted], sizes[wanted])
 
 
 def _coalesce(device: IntArray, pool: IntArray, sizes: IntArray) -> CopyRuns:
     if len(sizes) == 0:
         return CopyRuns(device, pool, sizes)
     continues = (device[1:] == device[:-1] + sizes[:-1]) & (pool[1:] == pool[:-1] + sizes[:-1])
+    if not continues.any():
+        return CopyRuns(device, pool, sizes)
     starts = np.concatenate(([0], np.flatnonzero(~continues) + 1))
     return CopyRuns(device[starts], pool[starts], np.add.reduceat(sizes, starts))

@@ -12,7 +12,7 @@ from tierstore.backend.opening import BackendOpener, open_backend
 from tierstore.backend.protocol import Backend
 from tierstore.clock import Clock, MonotonicClock
 from tierstore.config import StoreConfig
-from tierstore.dma.opening import is_cuda, open_copy_engine
+from tierstore.dma.opening import open_copy_engine
 from tierstore.dma.pinning import PIN_TASKS
 from tierstore.dma.protocol import CopyEngine, CopyId
 from tierstore.errors import DeviceError, LayoutError
@@ -116,8 +116,7 @@ class TransferExecutor:
         with ExitStack() as undo:
             if caches is not None:
                 if config.primary.pinned == "auto":
-                    thread_count = PIN_TASKS if is_cuda(caches.device) else 1
-                    pin_threads = IoPool(thread_count, "tierstore-pin")
+                    pin_threads = IoPool(PIN_TASKS, "tierstore-pin")
                     undo.callback(pin_threads.close, _CLOSE_TIMEOUT_SECONDS)
                     pin_threads.open()
                 engine = open_copy_engine(

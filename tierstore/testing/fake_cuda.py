@@ -81,7 +81,11 @@ class FakeCuda:
         self.fail_calls: set[int] = set()
         """Which calls to refuse, counted from 0, of those that enqueue, create, or take memory."""
         self.busy = False
-        """Refuse registrations as if a graph were being captured."""
+        """Refuse registrations for the time being."""
+        self.capturing = False
+        """A graph is being captured: threads register memory only after `relax_capture`."""
+        self.node: int | None = None
+        """What `numa_node` answers."""
         self.held: set[Stream] = set()
         """Streams that make no progress."""
         self.fallible_count = 0
@@ -134,8 +138,9 @@ class FakeCuda:
         self._here.device = True
 
     def relax_capture(self) -> None:
-        """Note nothing."""
-        self._enter("relax_capture")
+        """Note that the thread may register memory during a capture."""
+        with self._enter("relax_capture"):
+            self._here.relaxed = True
 
     def create_stream(self) -> Stream:
         """Create a stream."""
@@ -270,7 +275,7 @@ class FakeCuda:
     def register_host(self, address: int, size_bytes: int) -> None:
         """Register a range that touches no other registration."""
         with self._enter("register_host", fallible=True):
-            if self.busy:
+            if self.busy or (self.capturing and not getattr(self._here, "relaxed", False)):
                 raise DeviceBusyError("cudaHostRegister: error 900")
             if self._registered.touched(address, address + size_bytes):
                 raise DeviceError("cudaHostRegister: already registered")
@@ -282,8 +287,8 @@ class FakeCuda:
             del self._registered.ranges[address]
 
     def numa_node(self) -> int | None:
-        """Know nothing."""
-        return None
+        """Return what the test says."""
+        return self.node
 
     def _enter(self, name: str, *, fallible: bool = False) -> AbstractContextManager[bool]:
         """Check the thread and the test's wishes; return the lock."""

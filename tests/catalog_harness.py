@@ -1,0 +1,147 @@
+"""A catalog's writer on a disk that is only counted."""
+
+import collections
+
+import numpy as np
+
+from tierstore.config import SecondaryConfig
+from tierstore.geometry import segment_overhead_pages
+from tierstore.key import make_offload_keys
+from tierstore.manifest import Manifest
+from tierstore.record import PLACE_DTYPE
+from tierstore.tier.catalog import Catalog
+from tierstore.tier.catalog_messages import (
+    Committed,
+    CommitTicket,
+    Freed,
+    Placed,
+    ReleaseDone,
+    RequestPlaces,
+)
+from tierstore.tier.catalog_writer import CatalogWriter
+
+MIB = 1 << 20
+
+
+class StoppedClock:
+    def seconds(self):
+        return 0.0
+
+
+class CountedDisk:
+    """What the segment files of one rank would occupy."""
+
+    def __init__(self, geometry):
+        self.geometry = geometry
+        self.segments = {}
+        self.written = set()
+        self.payload = 0
+
+    def write(self, places):
+        for raw in places:
+            place = np.frombuffer(raw, PLACE_DTYPE)[0]
+            segment = int(place["segment"])
+            if segment not in self.segments:
+                pages = self.geometry.segment_pages if self.geometry.charges_segments else 0
+                self.segments[segment] = set(range(pages))
+            header = self.geometry.header_pages
+            first = int(place["header_page"] + header + place["index"] * place["stride_pages"])
+            pages = {(segment, page) for page in range(first, first + int(place["stride_pages"]))}
+            assert not pages & self.written, "a page was given out twice"
+            self.written |= pages
+            assert first + place["stride_pages"] <= self.geometry.segment_pages
+            self.segments[segment] |= {page for _, page in pages}
+
+    def release(self, freed):
+        for run in freed.runs:
+            if run.segment in self.segments:
+                self.segments[run.segment] -= set(
+                    range(run.first_page, run.first_page + run.page_count)
+                )
+        for segment in freed.empty_segments:
+            self.segments.pop(segment, None)
+
+    def pages(self):
+        overhead = (
+            segment_overhead_pages(self.geometry.segment_pages)
+            if self.geometry.charges_segments
+            else 0
+        )
+        return sum(len(pages) + overhead for pages in self.segments.values())
+
+
+class Harness:
+    """A writer, a counted disk, and a model of the records in order of eviction."""
+
+    def __init__(self, path, *, backend="file", capacity=8 * MIB, chunk=64 << 10, ranks=1):
+        self.config = SecondaryConfig(name="t", backend=backend, path=path, capacity_bytes=capacity)
+        self.manifest = Manifest.simple("m", chunk)
+        self.chunk = chunk
+        self.ranks = ranks
+        self.pins = collections.Counter()
+        self.tickets = 0
+        self.disk = None
+        self.unreleased = []
+        self.open()
+
+    def open(self):
+        self.catalog = Catalog.open(self.config, self.manifest, rank_count=self.ranks)
+        self.writer = CatalogWriter(self.catalog, self.pins, StoppedClock())
+        if self.disk is None:
+            self.disk = CountedDisk(self.catalog.geometry)
+        self.writer.recover()
+
+    def reopen(self):
+        self.catalog.close()
+        self.open()
+
+    def keys(self, *numbers):
+        return make_offload_keys(
+            self.manifest.namespace, 0, [b"%016d" % number for number in numbers]
+        )
+
+    def take(self):
+        events = list(self.writer.events)
+        self.writer.events.clear()
+        self.unreleased += [event for event in events if isinstance(event, Freed)]
+        return [event for event in events if not isinstance(event, Freed | Committed)]
+
+    def release(self):
+        while self.unreleased:
+            freed = self.unreleased.pop(0)
+            self.disk.release(freed)
+            self.writer.handle([ReleaseDone(freed.release_id)])
+            self.take_later()
+
+    def take_later(self):
+        self.later = getattr(self, "later", []) + self.take()
+
+    def store(self, *numbers, failed=()):
+        """Store keys, answering releases as they come; return the answer."""
+        self.tickets += 1
+        self.later = []
+        self.writer.handle([RequestPlaces(self.tickets, tuple(self.keys(*numbers)), self.chunk)])
+        self.take_later()
+        self.release()
+        self.take_later()
+        (answer,) = self.later
+        if isinstance(answer, Placed):
+            self.disk.write(answer.places)
+            self.check_capacity()
+            self.writer.handle([CommitTicket(self.tickets, frozenset(failed))])
+            self.take_later()
+            self.release()
+        self.check_capacity()
+        return answer
+
+    def check_capacity(self):
+        allowed = self.catalog.space_pages()
+        assert self.disk.pages() * self.ranks <= allowed
+
+    def located(self, *numbers):
+        return [place is not None for place in self.catalog.locate(self.keys(*numbers))]
+
+    def order(self):
+        """Return the recorded numbers, oldest first, as the catalog's victims would be."""
+        with self.catalog._env.read(self.catalog._databases.order) as txn:
+            return [int(value[-16:]) for _, value in txn.cursor()]

@@ -1,0 +1,65 @@
+"""What a catalog says when it is opened on a path that does not fit."""
+
+import dataclasses
+
+import pytest
+from catalog_harness import MIB, Harness
+
+from tierstore.errors import CatalogError, ConfigError, ManifestError
+from tierstore.manifest import Manifest
+from tierstore.tier.catalog import Catalog
+
+
+def open_with(harness, manifest):
+    Catalog.open(harness.config, manifest, rank_count=harness.ranks).close()
+
+
+def test_a_model_that_starts_cold_on_a_path_with_its_chunks_is_told_why(tmp_path, caplog):
+    harness = Harness(tmp_path)
+    first = harness.manifest
+    with harness.catalog._env.write() as txn:
+        txn.put(b"no json!", b"{", db=harness.catalog._databases.namespaces)
+    harness.catalog.close()
+    open_with(harness, Manifest.simple("another model", first.chunk_bytes(0)))
+    assert caplog.messages == []
+    extra = (("dtype", "bfloat16"), ("load_format", "auto"))
+    second = dataclasses.replace(first, revision="v2", extra=extra)
+    open_with(harness, second)
+    third = dataclasses.replace(second, extra=(("dtype", "float16"), ("load_format", "auto")))
+    open_with(harness, third)
+    open_with(harness, third)
+    cold = "chunks of the same model are stored under another identity and will not be found: "
+    revised, retyped = caplog.messages
+    assert revised == (
+        f"{cold}secondary=t extra.dtype: stored None, ours 'bfloat16'; "
+        "extra.load_format: stored None, ours 'auto'; revision: stored '', ours 'v2'"
+    )
+    assert retyped == f"{cold}secondary=t extra.dtype: stored 'bfloat16', ours 'float16'"
+
+
+def test_another_manifest_under_the_same_namespace_is_refused(tmp_path):
+    harness = Harness(tmp_path)
+    config, namespace = harness.catalog._config, harness.manifest.namespace
+    harness.catalog.close()
+    forged = Manifest.simple("forged", harness.chunk)
+    vars(forged)["namespace"] = namespace
+    with pytest.raises(ManifestError, match="model"):
+        Catalog.open(config, forged, rank_count=1)
+
+
+def test_a_path_of_another_backend_is_refused(tmp_path):
+    Harness(tmp_path).catalog.close()
+    with pytest.raises(ConfigError, match="another backend"):
+        Harness(tmp_path, backend="lmdb")
+
+
+def test_a_capacity_below_one_segment_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="raise it by at least"):
+        Harness(tmp_path, capacity=MIB)
+
+
+def test_a_file_that_is_no_catalog_is_refused_with_the_remedy(tmp_path):
+    (tmp_path / "catalog").mkdir()
+    (tmp_path / "catalog" / "data.mdb").write_bytes(b"x" * 65536)
+    with pytest.raises(CatalogError, match="remove"):
+        Harness(tmp_path)

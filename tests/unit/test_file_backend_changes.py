@@ -1,0 +1,150 @@
+"""The file backend while others change, move or remove its segments."""
+
+import os
+import shutil
+
+import pytest
+
+from tierstore.backend.file import FileBackend
+from tierstore.backend.opening import leftover_directories
+from tierstore.layout import PAGE_BYTES
+from tierstore.testing.backend_conformance import (
+    SEGMENT_BYTES,
+    Extent,
+    descriptor_count,
+    disk_bytes,
+    write_extent,
+)
+from tierstore.testing.faults import FaultSchedule, FaultySystem
+from tierstore.transfer import FailureReason, PageRun
+
+MODES = ["direct", "buffered", "mmap"]
+
+
+def opened(directory, *, mode="direct", **options):
+    backend = FileBackend(directory, rank=0, segment_bytes=SEGMENT_BYTES, mode=mode, **options)
+    backend.open()
+    return backend
+
+
+def faulty(directory, code, fail_at, **options):
+    """Open a backend whose system calls fail from call `fail_at` after the opening."""
+    schedule = FaultSchedule(1 << 60)
+    backend = opened(directory, system=FaultySystem(schedule, code), **options)
+    schedule._fail_at = schedule.call_count + fail_at
+    return backend, schedule
+
+
+def test_a_segment_that_somebody_cut_off_is_whole_again_before_it_is_written(tmp_path):
+    backend = opened(tmp_path)
+    first = Extent(2, 100)
+    write_extent(backend, first)
+    os.truncate(tmp_path / "00000000.seg", PAGE_BYTES)
+    write_extent(backend, Extent(2, 100, page=first.run.page_count))
+    assert (tmp_path / "00000000.seg").stat().st_size == SEGMENT_BYTES
+    backend.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_segment_truncated_under_the_reader_is_absent(tmp_path, mode):
+    """In mmap mode the process must survive, which a plain access to the mapping would not."""
+    extent = Extent(8, 9000)
+    backend = opened(tmp_path, mode=mode)
+    write_extent(backend, extent)
+    assert extent.served(backend) == [None] * 8
+    os.truncate(tmp_path / "00000000.seg", (1 + 3 * extent.stride_pages) * PAGE_BYTES)
+    assert extent.served(backend) == [None] * 3 + [FailureReason.ABSENT] * 5
+    os.truncate(tmp_path / "00000000.seg", 0)
+    assert extent.served(backend) == [FailureReason.ABSENT] * 8
+    backend.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_segments_that_were_swapped_are_refused(tmp_path, mode):
+    extents = Extent(4, 9000), Extent(4, 9000, segment=1)
+    backend = opened(tmp_path, mode=mode)
+    write_extent(backend, *extents)
+    backend.close()
+    (tmp_path / "00000000.seg").rename(tmp_path / "spare")
+    (tmp_path / "00000001.seg").rename(tmp_path / "00000000.seg")
+    (tmp_path / "spare").rename(tmp_path / "00000001.seg")
+    backend = opened(tmp_path, mode=mode)
+    for extent in extents:
+        assert extent.served(backend) == [FailureReason.CORRUPT] * 4
+    backend.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_segment_unlinked_by_another_process_is_absent_and_its_descriptor_goes(tmp_path, mode):
+    extent, other = Extent(4, 9000), Extent(4, 9000, segment=1)
+    backend, remover = opened(tmp_path, mode=mode), opened(tmp_path)
+    write_extent(backend, extent)
+    count = descriptor_count()
+    assert remover.release([], [0]) is None
+    assert extent.served(backend) == [FailureReason.ABSENT] * 4
+    assert descriptor_count() < count
+    write_extent(backend, other)
+    assert extent.served(backend) == [FailureReason.ABSENT] * 4
+    assert other.served(backend) == [None] * 4
+    backend.close()
+    remover.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_vanished_directory_is_absent_and_in_use_again_when_it_is_back(tmp_path, mode):
+    path = tmp_path / "tier" / "rank0"
+    extent, later = Extent(4, 9000), Extent(4, 9000, page=64)
+    backend = opened(path, mode=mode)
+    write_extent(backend, extent)
+    shutil.rmtree(path.parent)
+    assert set(extent.served(backend)) <= {None, FailureReason.ABSENT}  # right bytes, or none
+    assert len(backend.write(later.to_write())) == 4
+    assert backend.release([extent.run], [0]) is None
+    path.parent.mkdir()
+    write_extent(backend, later)
+    assert later.served(backend) == [None] * 4
+    backend.close()
+
+
+def test_leftovers_of_a_wider_run_are_released(tmp_path):
+    """Four ranks before, two now: rank 0 also releases what rank 2 left, rank 1 what rank 3 left.
+    Their segments were smaller or larger than ours."""
+    extent = Extent(4, 9000)
+    for rank in range(4):
+        backend = FileBackend(tmp_path / f"rank{rank}", rank=rank, segment_bytes=SEGMENT_BYTES * 2)
+        backend.open()
+        write_extent(backend, extent, Extent(4, 9000, segment=1))
+        backend.close()
+    (tmp_path / "rankless").mkdir()
+    backend = FileBackend(
+        tmp_path / "rank0",
+        rank=0,
+        segment_bytes=SEGMENT_BYTES,
+        leftovers=lambda: leftover_directories(tmp_path, 0, 2),
+    )
+    backend.open()
+    whole = PageRun(segment=0, first_page=0, page_count=2 * SEGMENT_BYTES // PAGE_BYTES)
+    assert backend.release([whole], [1]) is None
+    backend.close()
+    assert [disk_bytes(tmp_path / f"rank{rank}") < SEGMENT_BYTES for rank in range(4)] == [
+        True,
+        False,
+        True,
+        False,
+    ]
+    assert leftover_directories(tmp_path, 1, 2) == [tmp_path / "rank3"]
+    assert leftover_directories(tmp_path, 0, 4) == []
+
+
+def test_records_of_segments_larger_than_ours_are_read(tmp_path):
+    """The capacity, and with it the size of new segments, was lowered since."""
+    far = Extent(4, 9000, page=SEGMENT_BYTES // PAGE_BYTES)
+    large = FileBackend(tmp_path, rank=0, segment_bytes=SEGMENT_BYTES * 2)
+    large.open()
+    write_extent(large, far)
+    large.close()
+    backend = opened(tmp_path)
+    assert far.served(backend) == [None] * 4
+    refused = Extent(4, 9000, segment=1, page=SEGMENT_BYTES // PAGE_BYTES - 2)
+    assert set(backend.write(refused.to_write()).values()) == {FailureReason.LAYOUT}
+    backend.close()
