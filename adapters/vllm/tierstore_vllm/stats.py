@@ -51,17 +51,13 @@ class StatsSource:
 
     def take(self) -> TierStoreStats | None:
         """Return what was counted since the last call; None when nothing was."""
-        sums = self._counters.snapshot()
-        if sums == self._reported:
-            return None
-        before, self._reported = self._reported, sums
-        return TierStoreStats(
-            data={
-                name: amount - before.get(name, 0)
-                for name, amount in sums.items()
-                if amount != before.get(name, 0)
-            }
-        )
+        before, self._reported = self._reported, self._counters.snapshot()
+        data = {
+            name: amount - before.get(name, 0)
+            for name, amount in self._reported.items()
+            if amount != before.get(name, 0)
+        }
+        return TierStoreStats(data=data) if data else None
 
 
 class TierStorePromMetrics(KVConnectorPromMetrics):
