@@ -44,7 +44,8 @@ from pathlib import Path
 from typing import Any
 
 from _bench_device import Clock, RawBench, Threads
-from _peers import FileTier, Index, Load, TierstoreFiles, TierstoreIndex, VllmFiles, VllmIndex
+from _peers import FileTier, Load, TierstoreFiles, VllmFiles
+from _peers_index import Index, TierstoreIndex, VllmIndex
 from _peers_lmcache import lmcache_tiers, why_not_measured
 
 CHUNKS = ["64KiB", "256KiB", "1MiB", "4MiB"]
