@@ -6,6 +6,7 @@ from sys import getsizeof
 __all__ = ["GhostQueue"]
 
 _TABLE_BYTES_PER_GHOST_MAX = 80
+_TABLE_BYTES_SLACK = 4096
 _SLACK = 1024
 _PLACES_MIN = 256
 
@@ -39,8 +40,11 @@ class GhostQueue:
 
     def push(self, ghosts: Sequence[int]) -> None:
         """Append ghosts that are not in the queue, in order, as the youngest."""
-        self.members.update(ghosts)
+        members = self.members
+        members.update(ghosts)
         self._order += ghosts
+        if getsizeof(members) > _TABLE_BYTES_PER_GHOST_MAX * len(members) + _TABLE_BYTES_SLACK:
+            self.members = set(members)  # a set grows fourfold
 
     def peek(self, count: int) -> list[int]:
         """Return the `count` oldest ghosts, fewer if there are fewer."""
@@ -58,8 +62,6 @@ class GhostQueue:
         if self._start > len(self._order) // 2 + _SLACK:
             del self._order[: self._start]
             self._start = 0
-            if getsizeof(self.members) > _TABLE_BYTES_PER_GHOST_MAX * len(self.members):
-                self.members = set(self.members)
 
     def remove(self, ghosts: Iterable[int]) -> None:
         """Remove those of the ghosts that are in the queue."""
