@@ -5,14 +5,12 @@ A file tier moves chunks between a pool in host memory and files, several reques
     store(run)  write all chunks of the pool under the keys of the run; returns when all are visible
     cool()      forget what memory knows of earlier runs
     load(run)   read them into the pool; returns when all have arrived
-
-An index does what the scheduler of an engine asks of a cache in memory, and moves no bytes.
 """
 
 import itertools
 import mmap
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,16 +30,12 @@ from tierstore.layout import PAGE_BYTES
 from tierstore.metrics import Counters
 from tierstore.plane_loop import PlaneLoop
 from tierstore.tier.stack import TierStack
-from tierstore.transfer import TransferDone
 
 __all__ = [
     "FileTier",
-    "Index",
     "Load",
     "TierstoreFiles",
-    "TierstoreIndex",
     "VllmFiles",
-    "VllmIndex",
 ]
 
 STALL_SECONDS = 30.0
@@ -264,89 +258,6 @@ class TierstoreFiles:
 
     def _keys(self, run: int) -> list[OffloadKey]:
         return make_offload_keys(self._manifest.namespace, 0, self._load.hashes(run))
-
-
-class Index(Protocol):
-    """A party that knows which chunks are in memory."""
-
-    name: str
-
-    def keys(self, block_hashes: Sequence[bytes]) -> Any:
-        """Return the keys of chunks, in its own form."""
-
-    def store(self, keys: Any) -> None:
-        """Reserve and commit chunks, evicting as many."""
-
-    def find(self, keys: Any) -> int:
-        """Return how many of the chunks are there."""
-
-    def use(self, keys: Any) -> None:
-        """Pin chunks, release and touch them."""
-
-
-class VllmIndex:
-    """vLLM's `CPUOffloadingManager`; one lookup call per chunk, for it has no other."""
-
-    def __init__(self, policy: str, chunk_count: int) -> None:
-        from vllm.v1.kv_offload.base import LookupResult, ReqContext
-        from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
-
-        self.name = f"vllm {policy}"
-        self._hit = LookupResult.HIT
-        self._new_context = ReqContext
-        self._manager = CPUOffloadingManager(chunk_count, cache_policy=policy)
-
-    def keys(self, block_hashes: Sequence[bytes]) -> Any:
-        """Return the keys of chunks."""
-        return [block_hash + bytes(4) for block_hash in block_hashes]
-
-    def store(self, keys: Any) -> None:
-        """Reserve and commit chunks, evicting as many."""
-        context = self._new_context("bench")
-        self._manager.prepare_store(keys, context)
-        self._manager.complete_store(keys, context)
-
-    def find(self, keys: Any) -> int:
-        """Return how many of the chunks are there."""
-        context = self._new_context("bench")
-        return sum(self._manager.lookup(key, context) is self._hit for key in keys)
-
-    def use(self, keys: Any) -> None:
-        """Pin chunks, release and touch them."""
-        context = self._new_context("bench")
-        self._manager.prepare_load(keys, context)
-        self._manager.complete_load(keys, context)
-        self._manager.touch(keys, context)
-
-
-class TierstoreIndex:
-    """The control plane of tierstore, without a secondary tier."""
-
-    def __init__(self, policy: str, chunk_count: int) -> None:
-        self.name = f"tierstore {policy}"
-        self._manifest = Manifest.simple("bench", chunk_bytes=PAGE_BYTES)
-        primary = {"capacity": f"{chunk_count * PAGE_BYTES}B", "eviction": policy}
-        config = load_config({"version": 1, "primary": primary})
-        self._stack = TierStack.open(config, self._manifest, rank_count=1, counters=Counters())
-
-    def keys(self, block_hashes: Sequence[bytes]) -> list[OffloadKey]:
-        """Return the keys of chunks."""
-        return make_offload_keys(self._manifest.namespace, 0, block_hashes)
-
-    def store(self, keys: list[OffloadKey]) -> None:
-        """Reserve and commit chunks, evicting as many."""
-        self._stack.finish_offload(self._stack.reserve_offload(0, keys))
-
-    def find(self, keys: list[OffloadKey]) -> int:
-        """Return how many of the chunks are there."""
-        return self._stack.match_prefix(keys)
-
-    def use(self, keys: list[OffloadKey]) -> None:
-        """Pin chunks, release and touch them."""
-        reservation = self._stack.reserve_load([(0, keys)])
-        if reservation is None:
-            raise RuntimeError("tierstore: a chunk is not resident")
-        self._stack.finish_load(reservation, TransferDone(job_id=reservation.job_id))
 
 
 def filled(rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:

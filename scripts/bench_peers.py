@@ -19,7 +19,8 @@ in one thread, ours divides it.
            stay in memory. Ours verifies checksums.
 
 Index. Microseconds per chunk of what a scheduler asks of the cache in memory, which is full:
-store a request (evicting as many chunks), find it, use it (pin, release, touch).
+store a request (evicting as many chunks), find it, use it (pin, release, touch), and use it by the
+calls of vLLM's scheduler, which records uses at the end of a request and never calls `touch`.
 
 Every figure is the median of the pairs with the lowest and highest; `ratio` is that of the ratios
 within the pairs, above 1 where tierstore is faster. A peer that is not installed is named.
@@ -43,7 +44,8 @@ from pathlib import Path
 from typing import Any
 
 from _bench_device import Clock, RawBench, Threads
-from _peers import FileTier, Index, Load, TierstoreFiles, TierstoreIndex, VllmFiles, VllmIndex
+from _peers import FileTier, Load, TierstoreFiles, VllmFiles
+from _peers_index import Index, TierstoreIndex, VllmIndex
 from _peers_lmcache import lmcache_tiers, why_not_measured
 
 CHUNKS = ["64KiB", "256KiB", "1MiB", "4MiB"]
@@ -123,6 +125,7 @@ def bench_index(policy: str, request: int, arguments: argparse.Namespace) -> dic
                 ("store", index.store),
                 ("find", index.find),
                 ("use", index.use),
+                ("use, scheduled", index.use_as_scheduled),
             ):
                 times[f"{index.name} {what}"].append(microseconds(call, requests))
     for values in times.values():
@@ -135,7 +138,7 @@ def bench_index(policy: str, request: int, arguments: argparse.Namespace) -> dic
         "microseconds_per_chunk": dict(times),
         "ratios": {
             what: ratios_of(times[f"{theirs} {what}"], times[f"{ours} {what}"])
-            for what in ("store", "find", "use")
+            for what in ("store", "find", "use", "use, scheduled")
         },
     }
 

@@ -3,13 +3,11 @@
 Code names a row of `Metric`, never a string. Exporters read `Counters.snapshot()`.
 """
 
-import functools
 import threading
-from collections import defaultdict
 from enum import Enum
 from typing import Literal
 
-__all__ = ["Counters", "Metric"]
+__all__ = ["Counters", "Metric", "Tally"]
 
 Kind = Literal["counter", "gauge"]
 
@@ -67,28 +65,59 @@ class Metric(Enum):
     """By identity: that of `Enum` is a call in Python, made twice per count."""
 
 
+class _Shared:
+    """What all sums of one `Counters` have in common."""
+
+    __slots__ = ("change_count", "lock")
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.change_count = 0
+
+
+class Tally:
+    """One sum of `Counters`, for those who add to it often. Thread-safe."""
+
+    __slots__ = ("_shared", "amount", "name")
+
+    def __init__(self, shared: _Shared, name: str) -> None:
+        self._shared = shared
+        self.name = name
+        self.amount: float = 0
+
+    def add(self, amount: float) -> None:
+        """Add `amount`; call once per batch, not per chunk."""
+        shared = self._shared
+        with shared.lock:
+            self.amount += amount
+            shared.change_count += 1
+
+
 class Counters:
     """Thread-safe sums per metric and label value."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._sums: dict[str, float] = defaultdict(int)
-        self.change_count = 0
+        self._shared = _Shared()
+        self._tallies: dict[tuple[Metric, str], Tally] = {}
+
+    @property
+    def change_count(self) -> int:
         """Grows with every change, so that whoever asks often sees at once that nothing changed."""
+        return self._shared.change_count
+
+    def tally(self, metric: Metric, *, label: str = "") -> Tally:
+        """Return the sum of one metric and label value, which starts at 0."""
+        name = metric.metric_name + (f'{{{metric.label}="{label}"}}' if label else "")
+        with self._shared.lock:
+            return self._tallies.setdefault((metric, label), Tally(self._shared, name))
 
     def add(self, metric: Metric, amount: float = 1, *, label: str = "") -> None:
         """Add `amount` to one metric; call once per batch, not per chunk."""
         if amount:
-            with self._lock:
-                self._sums[_name_of(metric, label)] += amount
-                self.change_count += 1
+            tally = self._tallies.get((metric, label)) or self.tally(metric, label=label)
+            tally.add(amount)
 
     def snapshot(self) -> dict[str, float]:
         """Return all sums so far, by `name` or `name{label="value"}`."""
-        with self._lock:
-            return dict(self._sums)
-
-
-@functools.cache  # labels are few: tiers and reasons
-def _name_of(metric: Metric, label: str) -> str:
-    return metric.metric_name + (f'{{{metric.label}="{label}"}}' if label else "")
+        with self._shared.lock:
+            return {tally.name: tally.amount for tally in self._tallies.values()}

@@ -5,6 +5,7 @@ import pytest
 
 from tierstore.policy import make_policy
 from tierstore.policy.arc import ArcPolicy
+from tierstore.policy.ghost_queue import GhostQueue
 from tierstore.policy.key_queue import KeyQueue
 from tierstore.policy.lru import LruPolicy
 from tierstore.testing.policy_conformance import PolicyConformance, keys_of
@@ -61,3 +62,31 @@ def test_key_queue_keeps_the_order_of_an_ordered_dict(seed):
         assert len(queue) == len(model)
     assert list(queue) == list(model)
     assert queue.peek(len(model) + 1) == list(model)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_ghost_queue_keeps_the_order_of_an_ordered_dict(seed):
+    """Ghosts leave from the middle and come again while their old place is still there."""
+    print("seed", seed)
+    draw = random.Random(seed)
+    queue, model = GhostQueue(), OrderedDict()
+    for _ in range(3000):
+        count = draw.choice([1, 1, 7, 300])
+        some = draw.sample(range(5000), count)
+        action = draw.randrange(3)
+        if action == 0:
+            ghosts = [ghost for ghost in some if ghost not in model]
+            queue.push(ghosts)
+            model.update(dict.fromkeys(ghosts))
+        elif action == 1:
+            queue.remove(some)
+            for ghost in some:
+                model.pop(ghost, None)
+        else:
+            oldest = list(model)[:count]
+            assert queue.peek(count) == oldest
+            queue.drop_oldest(count)
+            for ghost in oldest:
+                del model[ghost]
+        assert queue.members == model.keys()
+    assert list(queue) == list(model)

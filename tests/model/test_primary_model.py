@@ -41,11 +41,14 @@ class PrimaryMachine(RuleBasedStateMachine):
     def evictable(self):
         return set(self.resident) - set(self.pins)
 
-    @rule(group_idx=st.integers(0, 2), chosen=st.lists(numbers, max_size=9))
-    def reserve(self, group_idx, chosen):
+    @rule(group_idx=st.integers(0, 2), chosen=st.lists(numbers, max_size=9), asks=st.booleans())
+    def reserve(self, group_idx, chosen, asks):
         keys = keys_of(group_idx, chosen)
         taken = self.resident.keys() | self.arriving.keys()
-        if len(set(keys)) != len(keys) or taken & set(keys):
+        is_new = len(set(keys)) == len(keys) and not taken & set(keys)
+        if asks:
+            assert self.tier.are_new(keys) == is_new
+        if not is_new:
             self.refused(lambda: self.tier.reserve(group_idx, keys))
             return
         before = self.tier.coldest(len(self.resident))
@@ -60,6 +63,8 @@ class PrimaryMachine(RuleBasedStateMachine):
         slots = reservation.slots.tolist()
         assert len(slots) == len(keys)
         self.arriving.update(zip(keys, slots, strict=True))
+        if keys:
+            self.refused(lambda: self.tier.reserve(group_idx, keys))
 
     def expect_no_room(self, group_idx, count):
         if len(set(self.slot_pages)) == 1:
@@ -103,6 +108,16 @@ class PrimaryMachine(RuleBasedStateMachine):
         self.tier.pin(keys)
         for key in keys:
             self.pins[key] = self.pins.get(key, 0) + 1
+
+    @precondition(lambda self: self.resident)
+    @rule(data=st.data())
+    def pin_resident(self, data):
+        keys = data.draw(mostly(self.resident))
+        assert self.tier.holds_all(keys) == (b"absent" not in keys)
+        assert self.tier.pin_resident(keys) == [self.resident.get(key) for key in keys]
+        for key in keys:
+            if key in self.resident:
+                self.pins[key] = self.pins.get(key, 0) + 1
 
     @precondition(lambda self: self.pins)
     @rule(data=st.data(), call=st.sampled_from(["unpin", "release"]))

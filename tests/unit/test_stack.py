@@ -132,6 +132,12 @@ def test_a_chunk_that_was_stored_at_a_reset_does_not_become_resident(tiers):
     tiers.assert_all_slots_can_be_had()
 
 
+def test_a_load_of_a_chunk_that_is_nowhere_leaves_nothing_pinned(tiers):
+    tiers.store(1)
+    assert tiers.stack.reserve_load([(0, keys(1)), (0, keys(1, 2))]) is None
+    tiers.assert_all_slots_can_be_had()
+
+
 def test_a_load_without_room_for_all_groups_gives_back_what_it_had_reserved(tiers):
     tiers.store(1, 2)
     tiers.store(3, 4, 5, 6)

@@ -11,6 +11,7 @@ from operator import not_, or_
 from typing import NamedTuple
 
 from tierstore.key import OffloadKey
+from tierstore.policy.ghost_queue import GhostQueue
 from tierstore.policy.key_queue import KeyQueue
 
 __all__ = ["ArcPolicy"]
@@ -50,10 +51,8 @@ class ArcPolicy:
             raise ValueError(f"capacity_chunks: expected at least 1, got {capacity_chunks}")
         self._c = capacity_chunks
         self._p = 0.0
-        self._t1: KeyQueue[OffloadKey] = KeyQueue()
-        self._t2: KeyQueue[OffloadKey] = KeyQueue()
-        self._b1: KeyQueue[int] = KeyQueue()
-        self._b2: KeyQueue[int] = KeyQueue()
+        self._t1, self._t2 = KeyQueue(), KeyQueue()
+        self._b1, self._b2 = GhostQueue(), GhostQueue()
         self._plan: _Plan | None = None
         """What `victims` found out, for the `evict` that follows at once."""
         self._returning: set[int] = set()
@@ -62,12 +61,14 @@ class ArcPolicy:
 
     def locate(self, keys: Sequence[OffloadKey]) -> list[int | None]:
         """Return the slot of each resident key, None for others."""
-        first, second = self._t2.table, self._t1.table
-        if len(keys) > 1 and first.keys().isdisjoint(keys) and second.keys().isdisjoint(keys):
-            return [None] * len(keys)  # the chunks of a new prompt, mostly
-        if keys and keys[0] in second:
-            # The chunks of a request were mostly used together: one list has them all.
+        if not keys:
+            return []
+        # The chunks of a request mostly came and were used together: one list has all or none.
+        first, second = self._t1.table, self._t2.table
+        if keys[0] in second:
             first, second = second, first
+        elif keys[0] not in first and not self.holds_any(keys):
+            return [None] * len(keys)
         slots: list[int | None] = list(map(first.get, keys))
         return list(map(second.get, keys, slots)) if None in slots else slots
 
@@ -75,6 +76,15 @@ class ArcPolicy:
         """Say whether any of the keys is resident."""
         t1, t2 = self._t1.table, self._t2.table
         return not (t1.keys().isdisjoint(keys) and t2.keys().isdisjoint(keys))
+
+    def holds_all(self, keys: Sequence[OffloadKey]) -> bool:
+        """Say whether all of the keys are resident."""
+        first, second = self._t1.table, self._t2.table
+        if keys and keys[0] in second:
+            first, second = second, first
+        return all(map(first.__contains__, keys)) or all(
+            map(or_, map(first.__contains__, keys), map(second.__contains__, keys))
+        )
 
     def insert(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
         """Add keys, in order: ghosts to T2, all others to T1; then drop the oldest ghosts."""
@@ -91,14 +101,18 @@ class ArcPolicy:
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Make resident keys the most recently used of T2, in order (case I)."""
         self._plan = None
-        t1 = self._t1.table
-        moved = list(filter(t1.__contains__, keys)) if t1 else []
-        if moved:
-            moved = list(dict.fromkeys(moved))
-            self._t2.push(moved, self._t1.pop(moved))
-        if len(moved) < len(keys):
-            # The moved keys too: they take their turn between those that were in T2 before.
+        if self._t1.table.keys().isdisjoint(keys):
             self._t2.touch(keys)
+            return
+        popped = self._t1.pop_present(keys)
+        slots = [slot for slot in popped if slot is not None]
+        if len(slots) == len(keys):
+            self._t2.push(keys, slots)
+            return
+        moved = [key for key, slot in zip(keys, popped, strict=True) if slot is not None]
+        self._t2.push(moved, slots)
+        # The moved keys too: they take their turn between those that were in T2 before.
+        self._t2.touch(keys)
 
     def victims(
         self,
@@ -126,10 +140,10 @@ class ArcPolicy:
                 self._expect(ghosts[0])
                 self._p = ghosts[1]
             if t1_count == len(keys):
-                self._b1.push(_digests(keys), repeat(0))
+                self._b1.push(_digests(keys))
                 return self._t1.pop(keys)
             if not t1_count:
-                self._b2.push(_digests(keys), repeat(0))
+                self._b2.push(_digests(keys))
                 return self._t2.pop(keys)
             slots, t1_victims, t2_victims = self._pop(keys)
         else:
@@ -139,8 +153,8 @@ class ArcPolicy:
             if not self._no_ghost_in(digests):
                 self._expect(digests)
                 self._p = self._misses(digests, sizes, (t1_victims, t2_victims), len(keys)).p
-        self._b1.push(_digests(t1_victims), repeat(0))
-        self._b2.push(_digests(t2_victims), repeat(0))
+        self._b1.push(_digests(t1_victims))
+        self._b2.push(_digests(t2_victims))
         return slots
 
     def remove(self, keys: Sequence[OffloadKey]) -> list[int]:
@@ -164,16 +178,16 @@ class ArcPolicy:
     def _insert_ghosts(
         self, keys: Sequence[OffloadKey], slots: Sequence[int], digests: Sequence[int]
     ) -> None:
-        b1, b2 = self._b1.table, self._b2.table
+        b1, b2 = self._b1.members, self._b2.members
         if all(map(or_, map(b1.__contains__, digests), map(b2.__contains__, digests))):
             # What left together comes back together, and only strangers drop old ghosts.
-            self._b1.pop_present(digests)
-            self._b2.pop_present(digests)
+            self._b1.remove(digests)
+            self._b2.remove(digests)
             self._t2.push(keys, slots)
             return
         steps = self._replay(digests, (len(self._t1), len(self._t2)), ((), ()), 0)
-        self._b1.pop_present(list(steps.gone))
-        self._b2.pop_present(list(steps.gone))
+        self._b1.remove(steps.gone)
+        self._b2.remove(steps.gone)
         was_ghost = steps.was_ghost
         was_stranger = list(map(not_, was_ghost))
         self._t2.push(list(compress(keys, was_ghost)), compress(slots, was_ghost))
@@ -183,7 +197,7 @@ class ArcPolicy:
         self._returning.update(digests)
         if len(self._returning) > 2 * self._c:
             # Left by batches that never arrived.
-            self._returning &= self._b1.table.keys() | self._b2.table.keys()
+            self._returning &= self._b1.members | self._b2.members
 
     def _victims_for_strangers(
         self, count: int, pinned: Collection[OffloadKey], incoming_count: int
@@ -216,10 +230,7 @@ class ArcPolicy:
         return slots, t1_keys, t2_keys
 
     def _no_ghost_in(self, digests: Sequence[int]) -> bool:
-        b1, b2 = self._b1.table, self._b2.table
-        return (not b1 or b1.keys().isdisjoint(digests)) and (
-            not b2 or b2.keys().isdisjoint(digests)
-        )
+        return self._b1.members.isdisjoint(digests) and self._b2.members.isdisjoint(digests)
 
     def _misses(
         self,
@@ -230,8 +241,8 @@ class ArcPolicy:
     ) -> "_Misses":
         is_plenty = len(cold[0]) == len(cold[1]) == count == len(incoming)
         if is_plenty:
-            in_b1s = list(map(self._b1.table.__contains__, incoming))
-            if all(map(or_, in_b1s, map(self._b2.table.__contains__, incoming))):
+            in_b1s = list(map(self._b1.members.__contains__, incoming))
+            if all(map(or_, in_b1s, map(self._b2.members.__contains__, incoming))):
                 return self._replay_ghosts(in_b1s, sizes, cold)
         return self._replay(incoming, sizes, cold, count).misses
 
@@ -249,7 +260,7 @@ class ArcPolicy:
         batch, `cold` what may be evicted from each in order.
         """
         c, p, (t1_size, t2_size) = self._c, self._p, sizes
-        b1, b2 = self._b1.table, self._b2.table
+        b1, b2 = self._b1.members, self._b2.members
         b1_size, b2_size = len(b1), len(b2)
         t1_cold, t2_cold = map(iter, cold)
         gone: dict[int, None] = {}
@@ -332,16 +343,15 @@ class ArcPolicy:
         return _Misses(p, _in_turns(turns, *cold), turns.count(True))
 
     def _trim(self) -> None:
-        b1_size, b2_size = len(self._b1.table), len(self._b2.table)
+        b1_size, b2_size = len(self._b1.members), len(self._b2.members)
         l1_size = len(self._t1.table) + b1_size
         excess = l1_size - self._c
-        if excess > 0 and b1_size:
-            oldest = self._b1.peek(excess)
-            self._b1.pop(oldest)
-            l1_size -= len(oldest)
+        if excess > 0:
+            self._b1.drop_oldest(excess)
+            l1_size -= min(excess, b1_size)
         excess = l1_size + len(self._t2.table) + b2_size - 2 * self._c
-        if excess > 0 and b2_size:
-            self._b2.pop(self._b2.peek(excess))
+        if excess > 0:
+            self._b2.drop_oldest(excess)
 
 
 class _Misses(NamedTuple):
@@ -375,7 +385,7 @@ def _in_turns(
     return [next(t1_next) if from_t1 else next(t2_next) for from_t1 in turns]
 
 
-def _drop_oldest(ghosts: KeyQueue[int], count: int, gone: dict[int, None]) -> Iterator[int]:
+def _drop_oldest(ghosts: GhostQueue, count: int, gone: dict[int, None]) -> Iterator[int]:
     """Add the oldest ghosts to `gone`, one per step; `count` is enough to look at.
 
     When they have all gone, the next would be a victim of this very batch, which is no ghost yet.

@@ -1,13 +1,12 @@
 """Keys with a number each, oldest first, built on a plain `dict`."""
 
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import filterfalse, islice, repeat
 from sys import getsizeof
-from typing import Generic, TypeVar
+
+from tierstore.key import OffloadKey
 
 __all__ = ["KeyQueue"]
-
-Key = TypeVar("Key", bound=Hashable)
 
 _COLD_KEYS_MIN = 512
 _COLD_COUNT_MAX = 1024
@@ -15,7 +14,7 @@ _TABLE_BYTES_PER_KEY_MAX = 80
 _TABLE_BYTES_SLACK = 4096
 
 
-class KeyQueue(Generic[Key]):
+class KeyQueue:
     """Keys in order of their last use. No lock; the caller keeps the preconditions.
 
     A `dict` keeps the order of insertion, and deleting and inserting a key again makes it the
@@ -33,11 +32,11 @@ class KeyQueue(Generic[Key]):
     __slots__ = ("_cold", "_cold_start", "_stale", "table")
 
     def __init__(self) -> None:
-        self.table: dict[Key, int] = {}
+        self.table: dict[OffloadKey, int] = {}
         """To be read only, and anew after every change: compaction puts another in its place."""
-        self._cold: list[Key] = []
+        self._cold: list[OffloadKey] = []
         self._cold_start = 0
-        self._stale: set[Key] = set()
+        self._stale: set[OffloadKey] = set()
 
     def __len__(self) -> int:
         return len(self.table)
@@ -45,17 +44,17 @@ class KeyQueue(Generic[Key]):
     def __contains__(self, key: object) -> bool:
         return key in self.table
 
-    def __iter__(self) -> Iterator[Key]:
+    def __iter__(self) -> Iterator[OffloadKey]:
         return iter(self.table)
 
-    def push(self, keys: Sequence[Key], numbers: Iterable[int]) -> None:
+    def push(self, keys: Sequence[OffloadKey], numbers: Iterable[int]) -> None:
         """Append keys that are not in the queue, in order, as the youngest."""
         table = self.table
-        table.update(zip(keys, numbers))  # noqa: B905 - ghosts give an endless iterable
+        table.update(zip(keys, numbers, strict=True))
         if getsizeof(table) > _TABLE_BYTES_PER_KEY_MAX * len(table) + _TABLE_BYTES_SLACK:
             self._compact()
 
-    def touch(self, keys: Sequence[Key]) -> None:
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Make keys of the queue its youngest, in order; a key's last place in `keys` counts."""
         table = self.table
         for key in keys:
@@ -65,7 +64,7 @@ class KeyQueue(Generic[Key]):
         if getsizeof(table) > _TABLE_BYTES_PER_KEY_MAX * len(table) + _TABLE_BYTES_SLACK:
             self._compact()
 
-    def pop(self, keys: Sequence[Key]) -> list[int]:
+    def pop(self, keys: Sequence[OffloadKey]) -> list[int]:
         """Remove distinct keys of the queue; return their numbers."""
         start = self._cold_start
         end = start + len(keys)
@@ -75,13 +74,16 @@ class KeyQueue(Generic[Key]):
             self._leave_cold(keys)
         return list(map(self.table.pop, keys))
 
-    def pop_present(self, keys: Sequence[Key]) -> list[int | None]:
-        """Remove those of the distinct keys that are in the queue; None stands for the others."""
+    def pop_present(self, keys: Sequence[OffloadKey]) -> list[int | None]:
+        """Remove those of the keys that are in the queue.
+
+        None stands for the others, and for a key's places after its first.
+        """
         if self._cold:
             self._leave_cold(keys)
         return list(map(self.table.pop, keys, repeat(None)))
 
-    def peek(self, count: int, skip: Collection[Key] = ()) -> list[Key]:
+    def peek(self, count: int, skip: Collection[OffloadKey] = ()) -> list[OffloadKey]:
         """Return the `count` oldest keys that are not in `skip`, fewer if there are fewer.
 
         O(count + skipped keys passed over), amortised.
@@ -112,7 +114,7 @@ class KeyQueue(Generic[Key]):
         self._cold, self._cold_start = [], 0
         self._stale.clear()
 
-    def _coldest(self, count: int, skip: Collection[Key]) -> list[Key]:
+    def _coldest(self, count: int, skip: Collection[OffloadKey]) -> list[OffloadKey]:
         cold, start, stale = self._cold, self._cold_start, self._stale
         if stale:
             while start < len(cold) and cold[start] in stale:
@@ -125,7 +127,7 @@ class KeyQueue(Generic[Key]):
             found = list(islice(filterfalse(skip.__contains__, oldest), count))
         return found
 
-    def _leave_cold(self, keys: Sequence[Key]) -> None:
+    def _leave_cold(self, keys: Sequence[OffloadKey]) -> None:
         cold, start, stale = self._cold, self._cold_start, self._stale
         stale.update(keys)
         if len(stale) > len(cold) - start + _COLD_COUNT_MAX:
@@ -134,6 +136,5 @@ class KeyQueue(Generic[Key]):
             stale.clear()
 
     def _compact(self) -> None:
-        old = self.table
-        self.table = {}
+        old, self.table = self.table, {}
         self.table.update(old)

@@ -12,7 +12,7 @@ class LruPolicy:
     """Exact LRU: the victim is the key whose last use is the longest ago. Keeps no ghosts."""
 
     def __init__(self) -> None:
-        self._order: KeyQueue[OffloadKey] = KeyQueue()
+        self._order = KeyQueue()
 
     def locate(self, keys: Sequence[OffloadKey]) -> list[int | None]:
         """Return the slot of each resident key, None for others."""
@@ -21,6 +21,10 @@ class LruPolicy:
     def holds_any(self, keys: Sequence[OffloadKey]) -> bool:
         """Say whether any of the keys is resident."""
         return not self._order.table.keys().isdisjoint(keys)
+
+    def holds_all(self, keys: Sequence[OffloadKey]) -> bool:
+        """Say whether all of the keys are resident."""
+        return all(map(self._order.table.__contains__, keys))
 
     def insert(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
         """Add keys as the most recently used, in order."""

@@ -163,3 +163,5 @@ def _compare_with_a_set(
         for number in range(25):
             [key] = keys_of(number)
             assert policy.holds_any(keys_of(99, number)) == (key in resident)
+            assert policy.holds_all([*resident, key]) == (key in resident)
+            assert policy.holds_all([key, *resident]) == (key in resident)

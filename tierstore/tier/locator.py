@@ -39,6 +39,16 @@ class Locator:
         """Say whether a transfer holds a chunk that is not resident."""
         return key in self._primary.arriving or key in self._doomed
 
+    def places_of_new(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, int]:
+        """Return the first place of each key that is neither resident nor held by a transfer."""
+        places: dict[OffloadKey, int] = {}
+        for i, slot in enumerate(self.slots(keys)):
+            if slot is None:
+                places.setdefault(keys[i], i)
+        if self.is_any_busy(places):
+            return {key: i for key, i in places.items() if not self.is_busy(key)}
+        return places
+
     def is_any_busy(self, keys: Collection[OffloadKey]) -> bool:
         """Say whether `is_busy` holds for any of the keys."""
         arriving, doomed = self._primary.arriving, self._doomed
@@ -78,10 +88,9 @@ class Locator:
 
         Up to the first absent one at least; what is behind it may be left out or said absent.
         """
-        slots = self.slots(keys)
-        if None not in slots:
-            return [ChunkState.RESIDENT] * len(keys)
-        head = slots.index(None)
+        head = self._resident_count(keys)
+        if head == len(keys):
+            return [ChunkState.RESIDENT] * head
         states = [ChunkState.RESIDENT] * head
         # The first one says nearly always that nothing is recorded.
         first = self.locate_in_step(keys[head : head + 1])
@@ -99,15 +108,21 @@ class Locator:
 
     def match_prefix(self, keys: Sequence[OffloadKey]) -> int:
         """Return how many leading chunks can be loaded now (resident or recorded)."""
-        slots = self.slots(keys)
-        if None not in slots:
-            return len(keys)
-        head = slots.index(None)
+        head = self._resident_count(keys)
+        if head == len(keys):
+            return head
         states = self.locate(keys[head:])
         for i, state in enumerate(states):
             if state < ChunkState.RECORDED:
                 return head + i
         return len(keys)
+
+    def _resident_count(self, keys: Sequence[OffloadKey]) -> int:
+        """Return how many leading chunks are in the primary tier."""
+        if not self._doomed and self._primary.holds_all(keys):
+            return len(keys)
+        slots = self.slots(keys)
+        return slots.index(None) if None in slots else len(keys)
 
     def _ask_tiers(
         self, keys: Sequence[OffloadKey], states: list[ChunkState], missing: Sequence[int]

@@ -31,7 +31,7 @@ class OffloadReservation(NamedTuple):
     """Slots for the keys that were neither resident nor arriving nor refused."""
 
     group_idx: int
-    indices: tuple[int, ...]
+    indices: Sequence[int]
     """Positions in the asked keys, ascending."""
     keys: tuple[OffloadKey, ...]
     slots: IntArray
@@ -58,23 +58,15 @@ class LoadReservation(NamedTuple):
         pinned: tuple[OffloadKey, ...],
     ) -> Self:
         """Fill in the slots that promotes were given; `groups` are keys with those they had."""
-        given = {
-            key: slot
-            for promote in promotes
-            for key, slot in zip(promote.keys, promote.slots.tolist(), strict=True)
-        }
-        return cls(
-            job_id=job_id,
-            keys=tuple(tuple(keys) for keys, _ in groups),
-            slots=tuple(
-                np.array(
-                    [given[k] if s is None else s for k, s in zip(keys, slots, strict=True)]
-                    if given
-                    else slots,
-                    np.int64,
-                )
-                for keys, slots in groups
-            ),
-            promotes=tuple(promotes),
-            pinned=pinned,
-        )
+        given: dict[OffloadKey, int] = {}
+        for promote in promotes:
+            given.update(zip(promote.keys, promote.slots.tolist(), strict=True))
+        all_keys: list[tuple[OffloadKey, ...]] = []
+        all_slots: list[IntArray] = []
+        for keys, had in groups:
+            slots = had
+            if given:
+                slots = [given[k] if s is None else s for k, s in zip(keys, had, strict=True)]
+            all_keys.append(tuple(keys))
+            all_slots.append(np.array(slots, np.int64))
+        return cls(job_id, tuple(all_keys), tuple(all_slots), tuple(promotes), pinned)

@@ -54,6 +54,10 @@ class TierStack:
         self._secondaries = secondaries
         self._cascades = cascades
         self._counters = counters
+        self._evicted_chunks = counters.tally(Metric.EVICTED_CHUNKS, label=PRIMARY_NAME)
+        self._hit_chunks = counters.tally(Metric.HIT_CHUNKS, label=PRIMARY_NAME)
+        self._offloaded_chunks = counters.tally(Metric.OFFLOADED_CHUNKS)
+        self._offloaded_bytes = counters.tally(Metric.OFFLOADED_BYTES)
         self._residency = residency
         self._job_ids = itertools.count(1)
         # Chunks that were in flight when the tiers were reset: their bytes must not be found.
@@ -175,30 +179,19 @@ class TierStack:
         Chunks of one prefix come head first. What finds no room (pins) is left out from the tail
         and counted; chunks that are resident already are touched.
         """
-        slots = self._locator.slots(keys)
-        absent_count = slots.count(None)
-        if absent_count == len(keys):
-            wanted = dict(zip(keys, range(absent_count), strict=True))
-        else:
-            wanted = {keys[i]: i for i, slot in enumerate(slots) if slot is None}
-            resident = [key for key, slot in zip(keys, slots, strict=True) if slot is not None]
-            self._touch_resident(list(dict.fromkeys(resident)))
-        if len(wanted) < absent_count:  # a key came twice: its first place counts
-            wanted = {}
-            for i, slot in enumerate(slots):
-                if slot is None:
-                    wanted.setdefault(keys[i], i)
-        if self._locator.is_any_busy(wanted):
-            wanted = {key: i for key, i in wanted.items() if not self._locator.is_busy(key)}
-        chosen, indices = list(wanted), tuple(wanted.values())
-        reserved = self._reserve(group_idx, chosen)
+        chosen, tail_first = keys, keys[::-1]
+        indices: Sequence[int] = range(len(keys))
+        if not self._primary.are_new(tail_first):
+            self.touch(list(dict.fromkeys(keys)))
+            places = self._locator.places_of_new(keys)
+            chosen, indices = list(places), list(places.values())
+            tail_first = chosen[::-1]
+        reserved = self._reserve(group_idx, tail_first)
         while reserved is None and chosen:
             chosen = chosen[: len(chosen) // 2]
-            reserved = self._reserve(group_idx, chosen)
-        if len(chosen) < len(indices):
-            self._counters.add(
-                Metric.REFUSED_OFFLOADS, len(indices) - len(chosen), label="primary_pinned"
-            )
+            reserved = self._reserve(group_idx, chosen[::-1])
+        refused_count = len(indices) - len(chosen)
+        self._counters.add(Metric.REFUSED_OFFLOADS, refused_count, label="primary_pinned")
         return OffloadReservation(
             group_idx,
             indices[: len(chosen)],
@@ -218,9 +211,9 @@ class TierStack:
         if lost:
             self._primary.abort([keys[i] for i in sorted(lost)])
             keys = tuple(key for i, key in enumerate(keys) if i not in lost)
-        self._counters.add(Metric.OFFLOADED_CHUNKS, len(keys))
         chunk_bytes = self._groups[reservation.group_idx].chunk_bytes
-        self._counters.add(Metric.OFFLOADED_BYTES, len(keys) * chunk_bytes)
+        self._offloaded_chunks.add(len(keys))
+        self._offloaded_bytes.add(len(keys) * chunk_bytes)
         self._promotions.commit(reservation.group_idx, keys)
 
     def reserve_load(
@@ -236,7 +229,7 @@ class TierStack:
         found: list[Promote] = []
         pinned: list[OffloadKey] = []
         for group_idx, keys in groups:
-            slots = self._locator.slots(keys)
+            slots = self._pin_found(keys) if self._doomed else self._primary.pin_resident(keys)
             if None not in slots:
                 wanted.append((keys, slots))
                 pinned.extend(keys)
@@ -248,27 +241,31 @@ class TierStack:
             found.extend(promotes)
             if nowhere or len(known) < len(missing):
                 if not partial:
+                    self._primary.unpin(pinned)
                     return None
                 lost = set(missing).difference(known).union(nowhere)
                 held = [i for i, key in enumerate(keys) if key not in lost]
                 wanted.append(([keys[i] for i in held], [slots[i] for i in held]))
             else:
                 wanted.append((keys, slots))
-        reserved = self._reserve_promotes(found, pinned)
+        reserved = self._reserve_promotes(found) if found else found
         if reserved is None:
+            self._primary.unpin(pinned)
             return None
         return LoadReservation.of(self.new_job_id(), wanted, reserved, tuple(pinned))
 
-    def _reserve_promotes(
-        self, found: Sequence[Promote], pinned: Sequence[OffloadKey]
-    ) -> list[Promote] | None:
-        """Pin what is resident and give every promote its slots; None: no room, nothing pinned."""
-        self._primary.pin(pinned)
+    def _pin_found(self, keys: Sequence[OffloadKey]) -> list[int | None]:
+        """Do as `PrimaryTier.pin_resident` with the chunks that can be found."""
+        slots = self._locator.slots(keys)
+        self._primary.pin([key for key, slot in zip(keys, slots, strict=True) if slot is not None])
+        return slots
+
+    def _reserve_promotes(self, found: Sequence[Promote]) -> list[Promote] | None:
+        """Give every promote its slots; None: there is no room, and nothing was changed."""
         reserved: list[Promote] = []
         for promote in found:
-            slots = self._reserve(promote.group_idx, promote.keys)
+            slots = self._reserve(promote.group_idx, promote.keys[::-1])
             if slots is None:
-                self._primary.unpin(pinned)
                 for undone in reserved:
                     self._primary.abort(undone.keys)
                 return None
@@ -285,7 +282,7 @@ class TierStack:
         """
         if reservation.promotes:
             self._promotions.finish(reservation, done)
-        self._counters.add(Metric.HIT_CHUNKS, len(reservation.pinned), label=PRIMARY_NAME)
+        self._hit_chunks.add(len(reservation.pinned))
         if self._doomed:
             self._primary.unpin(reservation.pinned)
             self._bury()
@@ -361,21 +358,21 @@ class TierStack:
             problems += secondary.check()
         return problems
 
-    def _reserve(self, group_idx: int, keys: Sequence[OffloadKey]) -> IntArray | None:
-        """Reserve slots for chunks of one prefix, given and answered head first."""
-        if not keys:
+    def _reserve(self, group_idx: int, tail_first: Sequence[OffloadKey]) -> IntArray | None:
+        """Reserve slots for chunks of one prefix, answered head first."""
+        if not tail_first:
             return None
-        reservation = self._primary.reserve(group_idx, keys[::-1])
+        reservation = self._primary.reserve(group_idx, tail_first)
         if reservation is None:
             return None
         if reservation.evicted:
-            self._counters.add(Metric.EVICTED_CHUNKS, len(reservation.evicted), label=PRIMARY_NAME)
+            self._evicted_chunks.add(len(reservation.evicted))
             if self._residency is not None:
                 self._residency.left(reservation.evicted)
             for cascade in self._cascades:
                 cascade.on_evicted(reservation.evicted)
         if self._cascades:
-            self.demote_victims(group_idx, _DEMOTE_AHEAD * len(keys))
+            self.demote_victims(group_idx, _DEMOTE_AHEAD * len(tail_first))
         return reservation.slots[::-1]
 
     def _bury(self) -> None:
