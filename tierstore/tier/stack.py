@@ -323,6 +323,8 @@ class TierStack:
         if not count or not any(cascade.records_victims for cascade in self._cascades):
             return 0
         coldest = self._primary.coldest(count)
+        if self._doomed:
+            coldest = [key for key in coldest if key not in self._doomed]
         return sum(cascade.record_victims(coldest) for cascade in self._cascades)
 
     def has_work(self) -> bool:
