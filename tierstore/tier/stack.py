@@ -183,8 +183,8 @@ class TierStack:
         indices: Sequence[int] = range(len(keys))
         if not self._primary.are_new(tail_first):
             self.touch(list(dict.fromkeys(keys)))
-            places = self._locator.places_of_new(keys)
-            chosen, indices = list(places), list(places.values())
+            new = self._locator.indices_of_new(keys)
+            chosen, indices = list(new), list(new.values())
             tail_first = chosen[::-1]
         reserved = self._reserve(group_idx, tail_first)
         while reserved is None and chosen:
