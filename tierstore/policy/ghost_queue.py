@@ -79,8 +79,8 @@ class GhostQueue:
         self._gone = {}
 
     def _shorten(self) -> None:
-        """Keep about two places per ghost at most, however often it has left and come again."""
-        if len(self._order) > 2 * len(self.members) + _SLACK:
+        """Keep half as many places more than ghosts, however often these left and came again."""
+        if len(self._order) > len(self.members) * 3 // 2 + _SLACK:
             if self._gone:
                 self._forget_places(len(self._order))
             del self._order[: self._start]
