@@ -1,4 +1,5 @@
 import random
+import tracemalloc
 from collections import OrderedDict
 
 import pytest
@@ -90,3 +91,22 @@ def test_ghost_queue_keeps_the_order_of_an_ordered_dict(seed):
                 del model[ghost]
         assert queue.members == model.keys()
     assert list(queue) == list(model)
+
+
+@pytest.mark.parametrize("cycling", [1, 50, 3000])
+def test_ghosts_that_leave_and_come_again_take_no_more_memory_each_time(cycling):
+    """A working set a little larger than the tier: every miss is a ghost, and none is dropped."""
+    queue = GhostQueue()
+    queue.push(range(5000))
+    ghosts = list(range(1000, 1000 + cycling))
+    tracemalloc.start()
+    try:
+        for _ in range(200_000 // cycling):
+            queue.remove(ghosts)
+            queue.push([ghost + 0 for ghost in ghosts])  # other objects each time
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 2 << 20
+    stayed = [ghost for ghost in range(5000) if ghost not in set(ghosts)]
+    assert list(queue) == stayed + ghosts

@@ -3,6 +3,7 @@
 import ctypes
 import mmap
 import os
+import threading
 from collections import deque
 
 import numpy as np
@@ -102,10 +103,8 @@ def test_no_page_comes_after_the_engine_was_closed(pool):
     assert 0 < before == page_count() < POOL_BYTES // PAGE_BYTES
 
 
-@pytest.mark.parametrize(("page_bytes", "is_shared"), [(1 << 16, True), (1 << 15, False)])
-def test_large_copies_of_large_runs_are_shared_and_end_without_a_helper_too(page_bytes, is_shared):
-    block_count = (8 << 20) // page_bytes
-    blocks = np.arange(8 << 20, dtype=np.uint32).astype(np.uint8)
+def one_layer(blocks):
+    block_count, page_bytes = blocks.shape
     tensor = CanonicalKVCacheTensor(
         address=blocks.ctypes.data,
         block_count=block_count,
@@ -113,27 +112,60 @@ def test_large_copies_of_large_runs_are_shared_and_end_without_a_helper_too(page
         page_bytes=page_bytes,
         owner=blocks,
     )
-    caches = CanonicalKVCaches(
+    return CanonicalKVCaches(
         tensors=(tensor,),
         group_refs=((CanonicalKVCacheRef(layer_name="0", tensor_idx=0),),),
         chunk_order=ChunkOrder.LAYER_MAJOR,
         device="cpu",
     )
-    pool = np.zeros(8 << 20, np.uint8)
+
+
+def offload_reversed(engine, blocks):
+    """Offload all blocks, the last one to the first slot."""
+    block_count, page_bytes = blocks.shape
+    order = np.arange(block_count)[::-1]
+    slots = np.arange(block_count) * page_bytes // PAGE_BYTES
+    engine.submit_offload(CopyId(1), 0, order[:, None], slots)
+
+
+@pytest.mark.parametrize(("page_bytes", "is_shared"), [(1 << 16, True), (1 << 15, False)])
+def test_large_copies_of_large_runs_are_shared_and_end_without_a_helper_too(page_bytes, is_shared):
+    blocks = np.arange(8 << 20, dtype=np.uint32).astype(np.uint8).reshape(-1, page_bytes)
+    pool = np.zeros_like(blocks)
     spawned = []
     engine = HostCopyEngine(spawned.append)
-    engine.register(caches, 1, pool.ctypes.data, len(pool))
+    engine.register(one_layer(blocks), 1, pool.ctypes.data, pool.nbytes)
     spawned.clear()  # the prefault
-    order = np.arange(block_count)[::-1]
-    engine.submit_offload(
-        CopyId(1), 0, order[:, None], np.arange(block_count) * page_bytes // PAGE_BYTES
-    )
+    offload_reversed(engine, blocks)
     assert bool(spawned) is (is_shared and len(os.sched_getaffinity(0)) > 1)
     for task in spawned:
         task()  # late: nothing is left
-    assert np.array_equal(
-        pool.reshape(block_count, page_bytes), blocks.reshape(block_count, page_bytes)[::-1]
-    )
+    assert np.array_equal(pool, blocks[::-1])
+
+
+def test_the_part_of_a_helper_that_dies_is_copied_by_others(monkeypatch):
+    """Every call of a helper fails, as if there were no memory; the copy ends, and is whole."""
+    helper_failed = threading.Event()
+    memmove = ctypes.memmove
+
+    def failing(*arguments):
+        if threading.current_thread() is not threading.main_thread():
+            helper_failed.set()
+            raise MemoryError
+        assert helper_failed.wait(60.0)  # the helper has its part before all are copied
+        return memmove(*arguments)
+
+    monkeypatch.setattr(ctypes, "memmove", failing)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    blocks = np.repeat(np.arange(64, dtype=np.uint8), PAGE_BYTES).reshape(64, PAGE_BYTES)
+    pool = np.zeros_like(blocks)
+    threads = IoPool(1, "copies")
+    threads.open()
+    engine = HostCopyEngine(threads.submit_read, share_bytes_min=0, share_run_bytes_min=0)
+    engine.register(one_layer(blocks), 1, pool.ctypes.data, pool.nbytes)
+    offload_reversed(engine, blocks)
+    assert threads.close(60.0)
+    assert np.array_equal(pool, blocks[::-1])
 
 
 def test_adjacent_blocks_in_adjacent_slots_become_one_run():

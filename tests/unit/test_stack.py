@@ -124,6 +124,18 @@ def test_a_chunk_that_was_read_from_disk_at_a_reset_does_not_become_resident(tie
     tiers.assert_all_slots_can_be_had()
 
 
+def test_a_chunk_that_was_loading_at_a_reset_is_not_recorded_as_a_victim(tmp_path):
+    with opened(tmp_path, {"cascade": "on_evict"}) as tiers:
+        tiers.keep(1)
+        load = tiers.stack.reserve_load([(0, keys(1))])
+        tiers.reset()
+        assert tiers.stack.demote_coldest(SLOT_COUNT) == 0
+        tiers.stack.finish_load(load, TransferDone(job_id=load.job_id))
+        assert tiers.recorded(0, 1) == []
+        assert tiers.locate(1) == [ABSENT]
+        tiers.assert_all_slots_can_be_had()
+
+
 def test_a_chunk_that_was_stored_at_a_reset_does_not_become_resident(tiers):
     offload = tiers.stack.reserve_offload(0, keys(1, 2))
     tiers.reset()

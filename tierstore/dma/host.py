@@ -169,16 +169,24 @@ class _SharedCopy:
                 piece = self._pieces.popleft()
             except IndexError:
                 return
-            _move(*piece)
-            with self._changed:
-                self._unfinished_count -= 1
-                self._changed.notify_all()
+            is_moved = False
+            try:
+                _move(*piece)
+                is_moved = True
+            finally:
+                with self._changed:
+                    if is_moved:
+                        self._unfinished_count -= 1
+                    else:  # no memory, say; to copy it once more does no harm
+                        self._pieces.append(piece)
+                    self._changed.notify_all()
 
     def finish(self) -> None:
         """Copy pieces, then wait for those that helpers took."""
-        self.help()
-        with self._changed:
-            self._changed.wait_for(lambda: not self._unfinished_count)
+        while self._unfinished_count:
+            self.help()
+            with self._changed:
+                self._changed.wait_for(lambda: self._pieces or not self._unfinished_count)
 
 
 def _move(targets: IntArray, sources: IntArray, sizes: IntArray) -> None:

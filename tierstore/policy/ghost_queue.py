@@ -59,9 +59,7 @@ class GhostQueue:
         oldest = self.peek(count)
         self.members.difference_update(oldest)
         self._start += len(oldest)
-        if self._start > len(self._order) // 2 + _SLACK:
-            del self._order[: self._start]
-            self._start = 0
+        self._shorten()
 
     def remove(self, ghosts: Iterable[int]) -> None:
         """Remove those of the ghosts that are in the queue."""
@@ -72,14 +70,21 @@ class GhostQueue:
         gone = self._gone
         for ghost in present:
             gone[ghost] = gone.get(ghost, 0) + 1
-        if len(gone) > len(self.members) + _SLACK:
-            self._forget_places(len(self._order))
+        self._shorten()
 
     def clear(self) -> None:
         """Remove all ghosts."""
         self.members = set()
         self._order, self._start = [], 0
         self._gone = {}
+
+    def _shorten(self) -> None:
+        """Keep half as many places more than ghosts, however often these left and came again."""
+        if len(self._order) > len(self.members) * 3 // 2 + _SLACK:
+            if self._gone:
+                self._forget_places(len(self._order))
+            del self._order[: self._start]
+            self._start = 0
 
     def _forget_places(self, count: int) -> None:
         """Take the ghosts that have left out of the oldest `count` places."""

@@ -39,15 +39,15 @@ class Locator:
         """Say whether a transfer holds a chunk that is not resident."""
         return key in self._primary.arriving or key in self._doomed
 
-    def places_of_new(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, int]:
-        """Return the first place of each key that is neither resident nor held by a transfer."""
-        places: dict[OffloadKey, int] = {}
+    def indices_of_new(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, int]:
+        """Return the first index of each key that is neither resident nor held by a transfer."""
+        indices: dict[OffloadKey, int] = {}
         for i, slot in enumerate(self.slots(keys)):
             if slot is None:
-                places.setdefault(keys[i], i)
-        if self.is_any_busy(places):
-            return {key: i for key, i in places.items() if not self.is_busy(key)}
-        return places
+                indices.setdefault(keys[i], i)
+        if self.is_any_busy(indices):
+            return {key: i for key, i in indices.items() if not self.is_busy(key)}
+        return indices
 
     def is_any_busy(self, keys: Collection[OffloadKey]) -> bool:
         """Say whether `is_busy` holds for any of the keys."""

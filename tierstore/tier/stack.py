@@ -183,8 +183,8 @@ class TierStack:
         indices: Sequence[int] = range(len(keys))
         if not self._primary.are_new(tail_first):
             self.touch(list(dict.fromkeys(keys)))
-            places = self._locator.places_of_new(keys)
-            chosen, indices = list(places), list(places.values())
+            new = self._locator.indices_of_new(keys)
+            chosen, indices = list(new), list(new.values())
             tail_first = chosen[::-1]
         reserved = self._reserve(group_idx, tail_first)
         while reserved is None and chosen:
@@ -323,6 +323,8 @@ class TierStack:
         if not count or not any(cascade.records_victims for cascade in self._cascades):
             return 0
         coldest = self._primary.coldest(count)
+        if self._doomed:
+            coldest = [key for key in coldest if key not in self._doomed]
         return sum(cascade.record_victims(coldest) for cascade in self._cascades)
 
     def has_work(self) -> bool:
