@@ -10,6 +10,7 @@ pytest.importorskip("vllm")
 from tierstore import Manifest, TierStore, make_offload_keys
 from tierstore.config import load_config
 from tierstore.tier.lookup import ASKED_AT_ONCE_MAX
+from tierstore_vllm import scheduler
 from tierstore_vllm.layout import EngineShape
 from tierstore_vllm.scheduler import SchedulerHalf
 
@@ -65,3 +66,29 @@ def test_a_short_prefix_on_disk_is_found_at_once(tmp_path, recorded) -> None:
 
 def test_a_prefix_of_which_nothing_is_recorded_is_a_miss_at_once(tmp_path) -> None:
     assert questions(open_half(tmp_path, recorded=0)) == [(0, False)]
+
+
+def engine_step(scheduled_tokens: int) -> SimpleNamespace:
+    return SimpleNamespace(
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set()
+        ),
+        num_scheduled_tokens={},
+        total_num_scheduled_tokens=scheduled_tokens,
+        kv_connector_block_state=None,
+        kv_cache_block_copies=[],
+        preempted_req_ids=None,
+    )
+
+
+def test_a_step_with_nothing_to_do_lets_our_threads_work(tmp_path, monkeypatch) -> None:
+    half = open_half(tmp_path, recorded=0)
+    pauses: list[float] = []
+    monkeypatch.setattr(scheduler, "time", SimpleNamespace(sleep=pauses.append))
+    assert half.build_connector_meta(engine_step(1)).is_empty()
+    assert pauses == [], "what is computed must not wait"
+    assert half.build_connector_meta(engine_step(0)).is_empty()
+    assert 0 < sum(pauses) <= 0.001
+    assert not half.has_given_up
+    half.close()

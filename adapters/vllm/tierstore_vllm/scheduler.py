@@ -16,6 +16,7 @@ kept: a request that waits for a load is in the next step's metadata, with its l
 import functools
 import logging
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
@@ -54,6 +55,9 @@ _logger = logging.getLogger(__name__)
 
 _FAILURE_COUNT_MAX = 8
 """Failed hooks of single requests after which nothing is cached any more."""
+
+_PAUSE_SECONDS = 0.001
+"""As long as vLLM's own."""
 
 _CACHE_PARAM = "tierstore.cache"
 
@@ -253,7 +257,12 @@ class SchedulerHalf:
 
     def build_connector_meta(self, output: "SchedulerOutput") -> StepMetadata:
         """Plan the transfers around this step."""
-        return self._announce(self._plan(output))
+        metadata = self._announce(self._plan(output))
+        if not output.total_num_scheduled_tokens and metadata.is_empty():
+            # The engine waits for our threads, and would ask again at once: it would keep the
+            # interpreter from them. vLLM's server pauses by itself, its offline engine does not.
+            time.sleep(_PAUSE_SECONDS)
+        return metadata
 
     def plan_idle_step(self) -> StepMetadata:
         """Plan what became possible without any request; for a step that vLLM does not take."""
