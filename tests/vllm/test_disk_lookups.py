@@ -68,14 +68,13 @@ def test_a_prefix_of_which_nothing_is_recorded_is_a_miss_at_once(tmp_path) -> No
     assert questions(open_half(tmp_path, recorded=0)) == [(0, False)]
 
 
-def engine_step(scheduled_tokens: int) -> SimpleNamespace:
+def engine_step(scheduled_tokens: dict[str, int]) -> SimpleNamespace:
     return SimpleNamespace(
         scheduled_new_reqs=[],
         scheduled_cached_reqs=SimpleNamespace(
             req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set()
         ),
-        num_scheduled_tokens={},
-        total_num_scheduled_tokens=scheduled_tokens,
+        num_scheduled_tokens=scheduled_tokens,
         kv_connector_block_state=None,
         kv_cache_block_copies=[],
         preempted_req_ids=None,
@@ -86,9 +85,9 @@ def test_a_step_with_nothing_to_do_lets_our_threads_work(tmp_path, monkeypatch) 
     half = open_half(tmp_path, recorded=0)
     pauses: list[float] = []
     monkeypatch.setattr(scheduler, "time", SimpleNamespace(sleep=pauses.append))
-    assert half.build_connector_meta(engine_step(1)).is_empty()
+    assert half.build_connector_meta(engine_step({"r": 1})).is_empty()
     assert pauses == [], "what is computed must not wait"
-    assert half.build_connector_meta(engine_step(0)).is_empty()
+    assert half.build_connector_meta(engine_step({})).is_empty()
     assert 0 < sum(pauses) <= 0.001
     assert not half.has_given_up
     half.close()

@@ -258,7 +258,7 @@ class SchedulerHalf:
     def build_connector_meta(self, output: "SchedulerOutput") -> StepMetadata:
         """Plan the transfers around this step."""
         metadata = self._announce(self._plan(output))
-        if not output.total_num_scheduled_tokens and metadata.is_empty():
+        if not output.num_scheduled_tokens and metadata.is_empty():
             # The engine waits for our threads, and would ask again at once: it would keep the
             # interpreter from them. vLLM's server pauses by itself, its offline engine does not.
             time.sleep(_PAUSE_SECONDS)
