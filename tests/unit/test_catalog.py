@@ -17,13 +17,6 @@ from tierstore.tier.catalog_messages import (
 )
 
 
-@pytest.fixture
-def harness(tmp_path):
-    harness = Harness(tmp_path)
-    yield harness
-    harness.catalog.close()
-
-
 def test_a_committed_record_is_located_and_a_reserved_one_is_not(harness):
     harness.writer.handle([RequestPlaces(1, tuple(harness.keys(1, 2)), harness.chunk)])
     assert harness.located(1, 2) == [False, False]

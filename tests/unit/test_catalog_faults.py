@@ -24,13 +24,6 @@ from tierstore.tier.catalog_messages import (
 )
 
 
-@pytest.fixture
-def harness(tmp_path):
-    harness = Harness(tmp_path)
-    yield harness
-    harness.catalog.close()
-
-
 def test_an_operation_that_meets_damage_is_lost_and_no_other(harness):
     harness.store(*range(8))
     databases = harness.catalog._databases

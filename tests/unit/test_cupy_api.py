@@ -32,6 +32,7 @@ class Runtime:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.kernel_grids: list[tuple[int, ...]] = []
         self.register_status = 0
         self.query_status = 0
         self.same_pointer = 1
@@ -147,7 +148,7 @@ def stand_in(monkeypatch) -> Runtime:
         def __call__(self, grid, block, arguments, *, stream):
             assert stream.ptr > 100
             runtime.calls.append("kernel")
-            assert grid[0] in range(1, 5)
+            runtime.kernel_grids.append(grid)
             assert block == (1024,)
             address, count, parts = (int(a) for a in arguments)
             assert 1 <= parts <= 16
@@ -252,9 +253,12 @@ def test_slots_are_read_early_and_small_runs_leave_the_compute_units_alone(
 
 
 def test_a_kernel_takes_no_more_multiprocessors_than_it_may(monkeypatch) -> None:
-    stand_in(monkeypatch)  # whose kernel refuses more than four blocks of threads
+    runtime = stand_in(monkeypatch)
     api = CupyApi(0, kernel_sms=4)
-    api.copy_by_kernel(np.zeros((4096, 3), np.int64), 4096, api.create_stream())
+    for run_count in (1, 4096):
+        api.copy_by_kernel(np.zeros((4096, 3), np.int64), run_count, api.create_stream())
+    (few,), (many,) = runtime.kernel_grids[-2:]
+    assert 1 <= few <= many == 4
 
 
 def test_a_device_that_knows_memory_by_another_address_makes_plain_copies_only(monkeypatch) -> None:

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from opened_backend import MODES, opened
 
 from tierstore.backend.failure import reason_of
 from tierstore.backend.file import FileBackend
@@ -25,16 +26,7 @@ from tierstore.testing.backend_conformance import (
 from tierstore.testing.faults import FaultSchedule, FaultySystem, ShortIoSystem
 from tierstore.transfer import FailureReason
 
-MODES = ["direct", "buffered", "mmap"]
-
-
 FULL = {errno.ENOSPC, errno.EDQUOT}
-
-
-def opened(directory, *, mode="direct", **options):
-    backend = FileBackend(directory, rank=0, segment_bytes=SEGMENT_BYTES, mode=mode, **options)
-    backend.open()
-    return backend
 
 
 def faulty(directory, code, fail_at, **options):

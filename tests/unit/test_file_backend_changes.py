@@ -4,6 +4,7 @@ import os
 import shutil
 
 import pytest
+from opened_backend import MODES, opened
 
 from tierstore.backend.file import FileBackend
 from tierstore.backend.opening import leftover_directories
@@ -15,24 +16,7 @@ from tierstore.testing.backend_conformance import (
     disk_bytes,
     write_extent,
 )
-from tierstore.testing.faults import FaultSchedule, FaultySystem
 from tierstore.transfer import FailureReason, PageRun
-
-MODES = ["direct", "buffered", "mmap"]
-
-
-def opened(directory, *, mode="direct", **options):
-    backend = FileBackend(directory, rank=0, segment_bytes=SEGMENT_BYTES, mode=mode, **options)
-    backend.open()
-    return backend
-
-
-def faulty(directory, code, fail_at, **options):
-    """Open a backend whose system calls fail from call `fail_at` after the opening."""
-    schedule = FaultSchedule(1 << 60)
-    backend = opened(directory, system=FaultySystem(schedule, code), **options)
-    schedule._fail_at = schedule.call_count + fail_at
-    return backend, schedule
 
 
 def test_a_segment_that_somebody_cut_off_is_whole_again_before_it_is_written(tmp_path):
