@@ -7,15 +7,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cuda_engines import BATCHES, KERNELS, MEASURED, RECTANGLES
 
 from tierstore.dma.cuda import CudaCopyEngine
+from tierstore.dma.protocol import CopyId
+from tierstore.layout import PAGE_BYTES, ChunkOrder
 from tierstore.metrics import Counters
+from tierstore.testing.copy_conformance import BLOCK_COUNT, make_caches
 
 HAS_GPU = Path("/dev/nvidiactl").exists() and importlib.util.find_spec("cupy") is not None
 NEEDS_GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device and CuPy"),
 ]
+
+ALL = np.arange(BLOCK_COUNT)
+METHODS = pytest.mark.parametrize("config", [BATCHES, KERNELS, RECTANGLES, MEASURED])
 
 SPIN = r"""
 extern "C" __global__ void spin_then_fill(
@@ -84,6 +91,23 @@ def make_engine(api, config, *, pinned=True, compute_stream=None):
         spawn=(lambda task: task()) if pinned else None,
         compute_stream=compute_stream,
     )
+
+
+def registered(config, memory, pool, *, page=PAGE_BYTES, compute_stream=None):
+    """An engine for one layer, whose blocks of one page each are all of `memory`."""
+    engine = make_engine(make_api(), config, compute_stream=compute_stream)
+    caches = make_caches(memory, [page], 0, ChunkOrder.LAYER_MAJOR)
+    engine.register(caches, 1, pool.address, pool.size_bytes)
+    return engine
+
+
+def offload_what_is_overwritten(engine, slots, overwrite) -> None:
+    """Offload all blocks; they are overwritten by the next step, which a fence holds back."""
+    engine.submit_offload(CopyId(1), 0, ALL[:, None], slots)
+    engine.fence((CopyId(1),))
+    overwrite()
+    assert engine.poll() == []  # nothing waited on the CPU
+    wait(engine, 1)
 
 
 def wait(engine, *copy_ids) -> None:

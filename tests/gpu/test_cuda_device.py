@@ -6,7 +6,17 @@ from collections import deque
 
 import numpy as np
 import pytest
-from cuda_device import NEEDS_GPU, CudaMemory, make_api, make_engine, wait
+from cuda_device import (
+    ALL,
+    METHODS,
+    NEEDS_GPU,
+    CudaMemory,
+    make_api,
+    make_engine,
+    offload_what_is_overwritten,
+    registered,
+    wait,
+)
 from cuda_engines import BATCHES, KERNELS, MEASURED, MIXED, RECTANGLES
 
 from tierstore.dma.cuda_api import DirectedRuns
@@ -66,28 +76,13 @@ class TestPageablePool(OnDevice):
     pinned = False
 
 
-def registered(config, memory, pool):
-    engine = make_engine(make_api(), config)
-    caches = make_caches(memory, [PAGE_BYTES], 0, ChunkOrder.LAYER_MAJOR)
-    engine.register(caches, 1, pool.address, pool.size_bytes)
-    return engine
-
-
-ALL = np.arange(BLOCK_COUNT)
-METHODS = pytest.mark.parametrize("config", [BATCHES, KERNELS, RECTANGLES, MEASURED])
-
-
 @METHODS
 def test_an_offload_reads_what_the_running_step_writes_and_a_fence_holds_the_next(config) -> None:
     memory = CudaMemory(np.zeros(BLOCK_COUNT * PAGE_BYTES, np.uint8))
     with HostPool(BLOCK_COUNT * PAGE_BYTES) as pool:
         engine = registered(config, memory, pool)
         memory.compute(7)
-        engine.submit_offload(CopyId(1), 0, ALL[:, None], ALL)
-        engine.fence((CopyId(1),))
-        memory.compute(8)
-        assert engine.poll() == []  # nothing waited on the CPU
-        wait(engine, 1)
+        offload_what_is_overwritten(engine, ALL, lambda: memory.compute(8))
         assert (pool.array == 7).all()
         assert (memory.read() == 8).all()
         engine.close()

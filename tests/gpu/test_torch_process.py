@@ -6,15 +6,23 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from cuda_device import CYCLES, NEEDS_GPU, make_api, make_engine, wait
-from cuda_engines import BATCHES, KERNELS, MEASURED, RECTANGLES
+from cuda_device import (
+    ALL,
+    CYCLES,
+    METHODS,
+    NEEDS_GPU,
+    make_api,
+    offload_what_is_overwritten,
+    registered,
+    wait,
+)
 
 from tierstore.dma.pinning import PoolPinner
 from tierstore.dma.protocol import CopyId
-from tierstore.layout import PAGE_BYTES, ChunkOrder
+from tierstore.layout import PAGE_BYTES
 from tierstore.memory import HostPool
 from tierstore.metrics import Counters
-from tierstore.testing.copy_conformance import BLOCK_COUNT, make_caches
+from tierstore.testing.copy_conformance import BLOCK_COUNT
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -22,22 +30,16 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs torch with CUDA"),
 ]
 
-ALL = np.arange(BLOCK_COUNT)
-METHODS = pytest.mark.parametrize("config", [BATCHES, KERNELS, RECTANGLES, MEASURED])
 
-
-def registered(config, tensor, pool):
+def engine_beside(config, tensor, pool):
     """An engine beside torch's current stream; a page is a block's share of the tensor."""
-    page = tensor.numel() // BLOCK_COUNT
-    engine = make_engine(
-        make_api(),
+    return registered(
         config,
+        SimpleNamespace(address=tensor.data_ptr(), device="cuda:0"),
+        pool,
+        page=tensor.numel() // BLOCK_COUNT,
         compute_stream=lambda: int(torch.cuda.current_stream().cuda_stream),
     )
-    memory = SimpleNamespace(address=tensor.data_ptr(), device="cuda:0", tensor=tensor)
-    caches = make_caches(memory, [page], 0, ChunkOrder.LAYER_MAJOR)
-    engine.register(caches, 1, pool.address, pool.size_bytes)
-    return engine
 
 
 @METHODS
@@ -49,14 +51,10 @@ def test_copies_keep_their_place_in_the_work_of_torchs_stream(config, page, make
     torch.cuda.synchronize()
     slots = ALL * page // PAGE_BYTES
     with torch.cuda.stream(make_stream()), HostPool(tensor.numel()) as pool:
-        engine = registered(config, tensor, pool)
+        engine = engine_beside(config, tensor, pool)
         torch.cuda._sleep(CYCLES)
         tensor.fill_(7)
-        engine.submit_offload(CopyId(1), 0, ALL[:, None], slots)
-        engine.fence((CopyId(1),))
-        tensor.fill_(8)
-        assert engine.poll() == []  # nothing waited on the CPU
-        wait(engine, 1)
+        offload_what_is_overwritten(engine, slots, lambda: tensor.fill_(8))
         assert (pool.array == 7).all()
         pool.array[:] = 9
         torch.cuda._sleep(CYCLES)
@@ -81,7 +79,7 @@ def test_one_run_reaches_across_the_segments_of_an_expandable_allocation(config)
     slots = ALL * page // PAGE_BYTES
     with HostPool(tensor.numel()) as pool:
         pool.array.view(np.int64)[:] = np.arange(tensor.numel() // 8)
-        engine = registered(config, tensor, pool)
+        engine = engine_beside(config, tensor, pool)
         engine.submit_load(CopyId(1), 0, ALL[:, None], slots)
         wait(engine, 1)
         assert np.array_equal(tensor.cpu().numpy(), pool.array)
