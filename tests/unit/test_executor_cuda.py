@@ -42,7 +42,7 @@ class Setup:
             manifest=Manifest.simple("m", PAGE),
             pool=self.pool,
             engine=self.engine,
-            pin_threads=None,
+            background=None,
             tiers=[],
             counters=Counters(),
             clock=MonotonicClock(),
@@ -171,7 +171,7 @@ class OpenedOnFake:
     def is_idle(self) -> bool:
         self.api.free_device(self.memory.address)
         threads = [thread.name for thread in threading.enumerate()]
-        return self.api.resource_count == 0 and "tierstore-pin-0" not in threads
+        return self.api.resource_count == 0 and "tierstore-background-0" not in threads
 
 
 def test_an_executor_that_cannot_open_unpins_its_pool_and_gives_the_gpu_back(monkeypatch) -> None:

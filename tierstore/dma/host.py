@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from tierstore.dma.host_memory import prefault
-from tierstore.dma.pinning import PIN_TASKS, Spawn
+from tierstore.dma.pinning import SPAWN_MAX, Spawn
 from tierstore.dma.protocol import ComputeMark, CopyId
 from tierstore.dma.runs import GroupAddressing
 from tierstore.errors import LayoutError
@@ -54,7 +54,7 @@ class HostCopyEngine:
         self._spawn = spawn
         self._share_bytes_min = share_bytes_min
         self._share_run_bytes_min = share_run_bytes_min
-        self._helper_count = min(PIN_TASKS, len(os.sched_getaffinity(0)) - 1)
+        self._helper_count = min(SPAWN_MAX, len(os.sched_getaffinity(0)) - 1)
         self._is_closed = False
         self._groups: dict[int, GroupAddressing] = {}
         self._caches: CanonicalKVCaches | None = None

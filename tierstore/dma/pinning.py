@@ -24,7 +24,7 @@ from tierstore.layout import PAGE_BYTES, round_up
 from tierstore.metrics import Counters, Metric
 from tierstore.transfer import IntArray
 
-__all__ = ["PIECE_BYTES", "PIN_TASKS", "PoolPinner", "Spawn"]
+__all__ = ["PIECE_BYTES", "SPAWN_MAX", "PoolPinner", "Spawn"]
 
 _logger = logging.getLogger(__name__)
 
@@ -35,8 +35,8 @@ PIECE_BYTES = 64 << 20
 """Small enough that other calls of the process get their turn at the driver between two pieces."""
 
 _PIECES_MAX = 1 << 15
-PIN_TASKS = 4
-"""Most tasks that are spawned at once."""
+SPAWN_MAX = 4
+"""Most tasks that are spawned at once, and threads that run them."""
 _CLOSE_TIMEOUT_SECONDS = 30.0
 _BUSY_SECONDS = 0.1
 """How long to leave the driver alone that refuses because a CUDA graph is being captured."""
@@ -87,7 +87,7 @@ class PoolPinner:
         if node is not None:
             bind_to_node(self._address, self._size_bytes, node)
         with self._changed:
-            self._task_count = min(PIN_TASKS, len(self._queue))
+            self._task_count = min(SPAWN_MAX, len(self._queue))
         for _ in range(self._task_count):
             spawn(self._run)
 

@@ -13,7 +13,7 @@ from tierstore.backend.protocol import Backend
 from tierstore.clock import Clock, MonotonicClock
 from tierstore.config import StoreConfig
 from tierstore.dma.opening import open_copy_engine
-from tierstore.dma.pinning import PIN_TASKS
+from tierstore.dma.pinning import SPAWN_MAX
 from tierstore.dma.protocol import CopyEngine, CopyId
 from tierstore.errors import DeviceError, LayoutError
 from tierstore.executor.job import Copy, Job, PartIndex, RecordSpan, split_spans
@@ -59,7 +59,7 @@ class TransferExecutor:
         manifest: Manifest,
         pool: HostPool,
         engine: CopyEngine | None,
-        pin_threads: IoPool | None,
+        background: IoPool | None,
         tiers: list[TierIo],
         counters: Counters,
         clock: Clock,
@@ -69,7 +69,7 @@ class TransferExecutor:
         self._slot_bytes = [group.slot_bytes for group in manifest.group_specs()]
         self._pool = pool
         self._engine = engine
-        self._pin_threads = pin_threads
+        self._background = background
         self._tiers = tiers
         self._counters = counters
         self._clock = clock
@@ -111,19 +111,19 @@ class TransferExecutor:
             huge_pages=config.primary.huge_pages,
             hugetlb=config.primary.hugetlb,
         )
-        engine = pin_threads = None
+        engine = background = None
         tiers: list[TierIo] = []
         with ExitStack() as undo:
             if caches is not None:
                 if config.primary.pinned == "auto":
-                    pin_threads = IoPool(PIN_TASKS, "tierstore-pin")
-                    undo.callback(pin_threads.close, _CLOSE_TIMEOUT_SECONDS)
-                    pin_threads.open()
+                    background = IoPool(SPAWN_MAX, "tierstore-background")
+                    undo.callback(background.close, _CLOSE_TIMEOUT_SECONDS)
+                    background.open()
                 engine = open_copy_engine(
                     caches.device,
                     config.gpu,
                     counters=counters,
-                    spawn=None if pin_threads is None else pin_threads.submit_read,
+                    spawn=None if background is None else background.submit_read,
                     compute_stream=compute_stream,
                 )
                 undo.callback(engine.close)
@@ -138,7 +138,7 @@ class TransferExecutor:
             manifest=manifest,
             pool=pool,
             engine=engine,
-            pin_threads=pin_threads,
+            background=background,
             tiers=tiers,
             counters=counters,
             clock=MonotonicClock(),
@@ -236,8 +236,8 @@ class TransferExecutor:
         self._stop_copies(timeout_seconds)
         if self._engine is not None:
             self._engine.close()
-        if self._pin_threads is not None:
-            stopped.append(self._pin_threads.close(timeout_seconds))
+        if self._background is not None:
+            stopped.append(self._background.close(timeout_seconds))
         if all(stopped):
             for tier in self._tiers:
                 tier.backend.close()
