@@ -14,7 +14,7 @@ from source_tree import (
     tree_of,
 )
 
-MODULE_LINES_MAX = 400
+MODULE_LINES_MAX = 500
 FUNCTION_LINES_MAX = 70
 ALL_FILES = [*PACKAGE_FILES, *SCRIPT_FILES, *TEST_FILES]
 
