@@ -1,6 +1,8 @@
 """A catalog's writer on a disk that is only counted."""
 
 import collections
+import hashlib
+from typing import ClassVar
 
 import numpy as np
 
@@ -70,8 +72,16 @@ class CountedDisk:
         return sum(len(pages) + overhead for pages in self.segments.values())
 
 
+def hash_of(number):
+    """Return the block hash of a numbered chunk, spread like a real one."""
+    return hashlib.sha256(b"%d" % number).digest()
+
+
 class Harness:
     """A writer, a counted disk, and a model of the records in order of eviction."""
+
+    numbers: ClassVar[dict[bytes, int]] = {}
+    """Of all keys that were made, whoever made them."""
 
     def __init__(self, path, *, backend="file", capacity=8 * MIB, chunk=64 << 10, ranks=1):
         self.config = SecondaryConfig(name="t", backend=backend, path=path, capacity_bytes=capacity)
@@ -96,9 +106,9 @@ class Harness:
         self.open()
 
     def keys(self, *numbers):
-        return make_offload_keys(
-            self.manifest.namespace, 0, [b"%016d" % number for number in numbers]
-        )
+        keys = make_offload_keys(self.manifest.namespace, 0, map(hash_of, numbers))
+        self.numbers.update(zip(keys, numbers, strict=True))
+        return keys
 
     def take(self):
         events = list(self.writer.events)
@@ -144,4 +154,4 @@ class Harness:
     def order(self):
         """Return the recorded numbers, oldest first, as the catalog's victims would be."""
         with self.catalog._env.read(self.catalog._databases.order) as txn:
-            return [int(value[-16:]) for _, value in txn.cursor()]
+            return [self.numbers[value[4:]] for _, value in txn.cursor()]

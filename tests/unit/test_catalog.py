@@ -166,11 +166,13 @@ def test_the_catalog_agrees_with_a_model(tmp_path_factory, backend, steps):
             answer = harness.store(*numbers, failed=failed)
             if isinstance(answer, Placed):
                 stored = [
-                    int(key[-16:]) for i, key in enumerate(answer.keys) if i not in set(failed)
+                    harness.numbers[key]
+                    for i, key in enumerate(answer.keys)
+                    if i not in set(failed)
                 ]
                 # Placed keys had no record: a request that waits may evict what it names itself.
                 for key in answer.keys:
-                    model.pop(int(key[-16:]), None)
+                    model.pop(harness.numbers[key], None)
                 model.update(dict.fromkeys(reversed(stored)))
         elif name == "touch":
             harness.writer.handle([TouchKeys(tuple(harness.keys(*numbers)))])

@@ -26,8 +26,9 @@ from tierstore.tier.space import Space
 
 __all__ = ["EVICT_COUNT_MAX", "CatalogTxn", "Ticket"]
 
-EVICT_COUNT_MAX = 4096
-"""Records that one transaction evicts at most, so that other processes get their turn."""
+EVICT_COUNT_MAX = 512
+"""Records that one transaction evicts at most, so that other processes get their turn, and what a
+transaction needs of the map is bounded."""
 
 
 @dataclass(slots=True)

@@ -70,6 +70,8 @@ class CatalogWriter:
         self._tickets: dict[int, Ticket] = {}
         self._writing: set[OffloadKey] = set()
         self._retained: list[Operation] = []
+        self._answered: set[int] = set()
+        """Tickets whose commit is retained, but was answered when it failed."""
         self._record_count_max = catalog.geometry.record_count_max
         self._first_waiting: int | None = None
         self._waits_since = 0.0
@@ -117,18 +119,20 @@ class CatalogWriter:
         self._synced_at = self._clock.seconds()
 
     def _apply_batch(self, batch: Sequence[Operation]) -> None:
-        try:
+        has_more = True
+        while has_more:
             try:
-                has_more = self._transact(batch)
-            except BackendMapFullError as error:
-                self._log("catalog full, evicting", error)
-                self._relieve()
-                has_more = self._transact(batch)
-            while has_more:
-                has_more = self._transact(())
-        except (BackendError, CatalogError) as error:
-            self._log("catalog write failed", error)
-            self._give_up(batch, error)
+                try:
+                    has_more = self._transact(batch)
+                except BackendMapFullError as error:
+                    self._log("catalog full, evicting", error)
+                    self._relieve()
+                    has_more = self._transact(batch)
+            except (BackendError, CatalogError) as error:
+                self._log("catalog write failed", error)
+                self._give_up(batch, error)
+                return
+            batch = ()  # it was committed and answered: what fails from now on is the eviction
 
     def _transact(self, batch: Sequence[Operation]) -> bool:
         """Apply a batch, place what waits, evict ahead; say whether more must be evicted."""
@@ -154,7 +158,10 @@ class CatalogWriter:
         self.waiting = waiting
         if freed:
             events.append(_freed(freed, work.evicted))
-        self.events.extend([*map(Committed, closed), *events])
+        for ticket_id in closed:
+            self._answer_commit(ticket_id)
+        self._answered.difference_update(closed)
+        self.events.extend(events)
         self._needs_sync = True
         return has_more
 
@@ -337,17 +344,24 @@ class CatalogWriter:
         for operation in batch:
             match operation:
                 case CommitTicket(ticket_id):
-                    self.events.append(Committed(ticket_id))
+                    self._answer_commit(ticket_id)
+                    self._answered.add(ticket_id)
                     if not is_damage:
                         self._retained.append(CommitTicket(ticket_id, None))
-                    elif ticket := self._tickets.pop(ticket_id, None):
-                        self._writing.difference_update(ticket.keys)
+                    else:
+                        self._answered.discard(ticket_id)
+                        if ticket := self._tickets.pop(ticket_id, None):
+                            self._writing.difference_update(ticket.keys)
                 case ForgetNamespace() | BeginEpoch():
                     self._retained.append(operation)
                 case ReleaseDone() if not is_damage:
                     self._retained.append(operation)
                 case _:
                     pass
+
+    def _answer_commit(self, ticket_id: int) -> None:
+        if ticket_id not in self._answered:
+            self.events.append(Committed(ticket_id))
 
     def _log(self, event: str, error: Exception) -> None:
         cause = f"{event} {type(error).__name__}"
