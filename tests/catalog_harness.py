@@ -36,6 +36,7 @@ class CountedDisk:
     def __init__(self, geometry):
         self.geometry = geometry
         self.segments = {}
+        self.lengths = {}
         self.written = set()
         self.payload = 0
 
@@ -43,15 +44,17 @@ class CountedDisk:
         for raw in places:
             place = np.frombuffer(raw, PLACE_DTYPE)[0]
             segment = int(place["segment"])
+            length = int(place["segment_pages"])
             if segment not in self.segments:
-                pages = self.geometry.segment_pages if self.geometry.charges_segments else 0
+                pages = length if self.geometry.charges_segments else 0
                 self.segments[segment] = set(range(pages))
+                self.lengths[segment] = length
             header = self.geometry.header_pages
             first = int(place["header_page"] + header + place["index"] * place["stride_pages"])
             pages = {(segment, page) for page in range(first, first + int(place["stride_pages"]))}
             assert not pages & self.written, "a page was given out twice"
             self.written |= pages
-            assert first + place["stride_pages"] <= self.geometry.segment_pages
+            assert first + place["stride_pages"] <= length == self.lengths[segment]
             self.segments[segment] |= {page for _, page in pages}
 
     def release(self, freed):
@@ -64,12 +67,11 @@ class CountedDisk:
             self.segments.pop(segment, None)
 
     def pages(self):
-        overhead = (
-            segment_overhead_pages(self.geometry.segment_pages)
-            if self.geometry.charges_segments
-            else 0
+        charges = self.geometry.charges_segments
+        return sum(
+            len(pages) + (segment_overhead_pages(self.lengths[segment]) if charges else 0)
+            for segment, pages in self.segments.items()
         )
-        return sum(len(pages) + overhead for pages in self.segments.values())
 
 
 def hash_of(number):
@@ -145,7 +147,7 @@ class Harness:
         return answer
 
     def check_capacity(self):
-        allowed = self.catalog.space_pages()
+        allowed = self.catalog.budget().space_pages
         assert self.disk.pages() * self.ranks <= allowed
 
     def located(self, *numbers):

@@ -129,6 +129,13 @@ def test_removed_records_are_gone_and_their_pages_released(harness):
     assert harness.catalog.check() == []
 
 
+def use(model, numbers):
+    """Make recorded numbers the youngest."""
+    for number in numbers:
+        if number in model:
+            model[number] = model.pop(number)
+
+
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("store"), st.lists(st.integers(0, 200), min_size=1, max_size=12)),
@@ -173,12 +180,11 @@ def test_the_catalog_agrees_with_a_model(tmp_path_factory, backend, steps):
                 # Placed keys had no record: a request that waits may evict what it names itself.
                 for key in answer.keys:
                     model.pop(harness.numbers[key], None)
+                use(model, reversed(numbers))  # storing what is recorded is a use of it
                 model.update(dict.fromkeys(reversed(stored)))
         elif name == "touch":
             harness.writer.handle([TouchKeys(tuple(harness.keys(*numbers)))])
-            for number in numbers:
-                if number in model:
-                    model[number] = model.pop(number)
+            use(model, numbers)
         elif name == "remove":
             harness.writer.handle([RemoveKeys(tuple(harness.keys(*numbers)))])
             for number in numbers:

@@ -289,6 +289,7 @@ class Cascade:
             keys=placed.keys,
             places=placed.places,
             slots=np.array(slots, np.int64),
+            owner=self._secondary.owner,
         )
 
     def _finish_write(self, writing: _Writing, done: TransferDone) -> None:
