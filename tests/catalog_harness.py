@@ -19,15 +19,20 @@ from tierstore.tier.catalog_messages import (
     Placed,
     ReleaseDone,
     RequestPlaces,
+    SweepGarbage,
 )
 from tierstore.tier.catalog_writer import CatalogWriter
 
 MIB = 1 << 20
 
 
-class StoppedClock:
+class SetClock:
+    """Stands still but when a test moves it."""
+
+    now = 0.0
+
     def seconds(self):
-        return 0.0
+        return self.now
 
 
 class CountedDisk:
@@ -85,20 +90,32 @@ class Harness:
     numbers: ClassVar[dict[bytes, int]] = {}
     """Of all keys that were made, whoever made them."""
 
-    def __init__(self, path, *, backend="file", capacity=8 * MIB, chunk=64 << 10, ranks=1):
+    def __init__(
+        self,
+        path,
+        *,
+        backend="file",
+        capacity=8 * MIB,
+        chunk=64 << 10,
+        ranks=1,
+        model="m",
+        manifest=None,
+        disk=None,
+    ):
         self.config = SecondaryConfig(name="t", backend=backend, path=path, capacity_bytes=capacity)
-        self.manifest = Manifest.simple("m", chunk)
+        self.manifest = manifest or Manifest.simple(model, chunk)
         self.chunk = chunk
         self.ranks = ranks
         self.pins = collections.Counter()
         self.tickets = 0
-        self.disk = None
+        self.disk = disk
+        self.clock = SetClock()
         self.unreleased = []
         self.open()
 
     def open(self):
         self.catalog = Catalog.open(self.config, self.manifest, rank_count=self.ranks)
-        self.writer = CatalogWriter(self.catalog, self.pins, StoppedClock())
+        self.writer = CatalogWriter(self.catalog, self.pins, self.clock)
         if self.disk is None:
             self.disk = CountedDisk(self.catalog.geometry)
         self.writer.recover()
@@ -156,4 +173,19 @@ class Harness:
     def order(self):
         """Return the recorded numbers, oldest first, as the catalog's victims would be."""
         with self.catalog._env.read(self.catalog._databases.order) as txn:
-            return [self.numbers[value[4:]] for _, value in txn.cursor()]
+            keys = [value[4:] for _, value in txn.cursor()]
+        places = self.catalog.locate(keys)
+        return [self.numbers[key] for key, place in zip(keys, places, strict=True) if place]
+
+    def row_count(self, database):
+        """Return how many rows a database has, garbage included."""
+        with self.catalog._env.read() as txn:
+            return txn.stat(db=getattr(self.catalog._databases, database))["entries"]
+
+    def sweep(self):
+        """Remove all garbage; return in how many steps."""
+        steps = 0
+        while self.writer.has_garbage:
+            self.writer.handle([SweepGarbage()])
+            steps += 1
+        return steps

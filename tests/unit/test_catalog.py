@@ -13,6 +13,7 @@ from tierstore.tier.catalog_messages import (
     Refused,
     RemoveKeys,
     RequestPlaces,
+    SweepGarbage,
     TouchKeys,
 )
 
@@ -143,6 +144,8 @@ STEPS = st.lists(
         st.tuples(st.just("remove"), st.lists(st.integers(0, 200), min_size=1, max_size=3)),
         st.tuples(st.just("fail"), st.lists(st.integers(0, 200), min_size=1, max_size=40)),
         st.tuples(st.just("reopen"), st.just([])),
+        st.tuples(st.just("reset"), st.just([])),
+        st.tuples(st.just("sweep"), st.just([])),
     ),
     max_size=40,
 )
@@ -157,6 +160,23 @@ STEPS = st.lists(
         ("store", [*range(23, 31)]),
         ("store", [11, *range(18, 23), *range(37, 41)]),
         ("fail", [*range(1, 11), *range(12, 18)]),  # evicts its own key 2, then stores it anew
+    ]
+)
+@example(
+    steps=[
+        ("store", [*range(12)]),
+        ("reset", []),
+        ("store", [*range(4)]),  # over garbage under the same keys
+        ("sweep", []),
+        ("store", [*range(20, 32)]),
+        ("reset", []),
+        ("store", [*range(20, 32)]),
+        ("store", [*range(40, 52)]),
+        ("store", [*range(60, 72)]),
+        ("store", [*range(80, 92)]),  # evicts, and meets garbage
+        ("reopen", []),
+        ("sweep", []),
+        ("sweep", []),
     ]
 )
 def test_the_catalog_agrees_with_a_model(tmp_path_factory, backend, steps):
@@ -189,6 +209,11 @@ def test_the_catalog_agrees_with_a_model(tmp_path_factory, backend, steps):
             harness.writer.handle([RemoveKeys(tuple(harness.keys(*numbers)))])
             for number in numbers:
                 model.pop(number, None)
+        elif name == "reset":
+            harness.writer.handle([ForgetNamespace(harness.manifest.namespace)])
+            model.clear()
+        elif name == "sweep":
+            harness.writer.handle([SweepGarbage()])
         else:
             harness.reopen()
         harness.writer.handle([Evict()])
