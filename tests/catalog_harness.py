@@ -145,6 +145,9 @@ class Harness:
     def take_later(self):
         self.later = getattr(self, "later", []) + self.take()
 
+    def commit(self, ticket):
+        self.writer.handle([CommitTicket(ticket, frozenset())])
+
     def store(self, *numbers, failed=()):
         """Store keys, answering releases as they come; return the answer."""
         self.tickets += 1

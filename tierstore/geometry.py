@@ -29,9 +29,9 @@ _CATALOG_BYTES_MIN = 1 << 20
 _CATALOG_SHARE = 4
 """The catalog takes a fourth of the capacity at most; records of a page each need half of that."""
 _LMDB_CATALOG_SHARE = 16
-_LMDB_CATALOG_SHARE_SMALL = 48
+_LMDB_CATALOG_SHARE_SMALL = 24
 _LMDB_CATALOG_EXTRA_BYTES_MAX = 32 << 20
-"""A payload map cannot shrink for the catalog: it has a share of its own, a twelfth in small tiers,
+"""A payload map cannot shrink for the catalog: it has a share of its own, a tenth in small tiers,
 where copies of pages count more."""
 
 _MISC_BYTES = 64 << 10
