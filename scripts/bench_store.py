@@ -112,7 +112,7 @@ class BackendBench:
     def _layout(self, header_pages: int) -> tuple[list[RecordIo], tuple[Place, ...]]:
         stride = self._slot_bytes // PAGE_BYTES + (1 - header_pages)
         geometry = SpaceGeometry.of(self._tier, self._data.manifest, 1)
-        segment_pages = min(geometry.segment_pages, 1 << 31)
+        segment_pages = geometry.segment_pages(geometry.capacity_bytes, 1, stride)
         places = np.zeros(self._data.count, PLACE_DTYPE)
         segment, page, index = 0, 0, 0
         for place in places:
@@ -124,6 +124,7 @@ class BackendBench:
                     segment, page = segment + 1, 0
             place["segment"], place["header_page"], place["index"] = segment, page, index
             place["stride_pages"], place["payload_bytes"] = stride, self._data.chunk_bytes
+            place["segment_pages"] = segment_pages
             index += 1
         encoded = tuple(Place(place.tobytes()) for place in places)
         slots = [

@@ -1,6 +1,8 @@
 """A catalog's writer on a disk that is only counted."""
 
 import collections
+import hashlib
+from typing import ClassVar
 
 import numpy as np
 
@@ -17,15 +19,20 @@ from tierstore.tier.catalog_messages import (
     Placed,
     ReleaseDone,
     RequestPlaces,
+    SweepGarbage,
 )
 from tierstore.tier.catalog_writer import CatalogWriter
 
 MIB = 1 << 20
 
 
-class StoppedClock:
+class SetClock:
+    """Stands still but when a test moves it."""
+
+    now = 0.0
+
     def seconds(self):
-        return 0.0
+        return self.now
 
 
 class CountedDisk:
@@ -34,6 +41,7 @@ class CountedDisk:
     def __init__(self, geometry):
         self.geometry = geometry
         self.segments = {}
+        self.lengths = {}
         self.written = set()
         self.payload = 0
 
@@ -41,15 +49,17 @@ class CountedDisk:
         for raw in places:
             place = np.frombuffer(raw, PLACE_DTYPE)[0]
             segment = int(place["segment"])
+            length = int(place["segment_pages"])
             if segment not in self.segments:
-                pages = self.geometry.segment_pages if self.geometry.charges_segments else 0
+                pages = length if self.geometry.charges_segments else 0
                 self.segments[segment] = set(range(pages))
+                self.lengths[segment] = length
             header = self.geometry.header_pages
             first = int(place["header_page"] + header + place["index"] * place["stride_pages"])
             pages = {(segment, page) for page in range(first, first + int(place["stride_pages"]))}
             assert not pages & self.written, "a page was given out twice"
             self.written |= pages
-            assert first + place["stride_pages"] <= self.geometry.segment_pages
+            assert first + place["stride_pages"] <= length == self.lengths[segment]
             self.segments[segment] |= {page for _, page in pages}
 
     def release(self, freed):
@@ -62,31 +72,50 @@ class CountedDisk:
             self.segments.pop(segment, None)
 
     def pages(self):
-        overhead = (
-            segment_overhead_pages(self.geometry.segment_pages)
-            if self.geometry.charges_segments
-            else 0
+        charges = self.geometry.charges_segments
+        return sum(
+            len(pages) + (segment_overhead_pages(self.lengths[segment]) if charges else 0)
+            for segment, pages in self.segments.items()
         )
-        return sum(len(pages) + overhead for pages in self.segments.values())
+
+
+def hash_of(number):
+    """Return the block hash of a numbered chunk, spread like a real one."""
+    return hashlib.sha256(b"%d" % number).digest()
 
 
 class Harness:
     """A writer, a counted disk, and a model of the records in order of eviction."""
 
-    def __init__(self, path, *, backend="file", capacity=8 * MIB, chunk=64 << 10, ranks=1):
+    numbers: ClassVar[dict[bytes, int]] = {}
+    """Of all keys that were made, whoever made them."""
+
+    def __init__(
+        self,
+        path,
+        *,
+        backend="file",
+        capacity=8 * MIB,
+        chunk=64 << 10,
+        ranks=1,
+        model="m",
+        manifest=None,
+        disk=None,
+    ):
         self.config = SecondaryConfig(name="t", backend=backend, path=path, capacity_bytes=capacity)
-        self.manifest = Manifest.simple("m", chunk)
+        self.manifest = manifest or Manifest.simple(model, chunk)
         self.chunk = chunk
         self.ranks = ranks
         self.pins = collections.Counter()
         self.tickets = 0
-        self.disk = None
+        self.disk = disk
+        self.clock = SetClock()
         self.unreleased = []
         self.open()
 
     def open(self):
         self.catalog = Catalog.open(self.config, self.manifest, rank_count=self.ranks)
-        self.writer = CatalogWriter(self.catalog, self.pins, StoppedClock())
+        self.writer = CatalogWriter(self.catalog, self.pins, self.clock)
         if self.disk is None:
             self.disk = CountedDisk(self.catalog.geometry)
         self.writer.recover()
@@ -96,9 +125,9 @@ class Harness:
         self.open()
 
     def keys(self, *numbers):
-        return make_offload_keys(
-            self.manifest.namespace, 0, [b"%016d" % number for number in numbers]
-        )
+        keys = make_offload_keys(self.manifest.namespace, 0, map(hash_of, numbers))
+        self.numbers.update(zip(keys, numbers, strict=True))
+        return keys
 
     def take(self):
         events = list(self.writer.events)
@@ -115,6 +144,9 @@ class Harness:
 
     def take_later(self):
         self.later = getattr(self, "later", []) + self.take()
+
+    def commit(self, ticket):
+        self.writer.handle([CommitTicket(ticket, frozenset())])
 
     def store(self, *numbers, failed=()):
         """Store keys, answering releases as they come; return the answer."""
@@ -135,7 +167,7 @@ class Harness:
         return answer
 
     def check_capacity(self):
-        allowed = self.catalog.space_pages()
+        allowed = self.catalog.budget().space_pages
         assert self.disk.pages() * self.ranks <= allowed
 
     def located(self, *numbers):
@@ -144,4 +176,19 @@ class Harness:
     def order(self):
         """Return the recorded numbers, oldest first, as the catalog's victims would be."""
         with self.catalog._env.read(self.catalog._databases.order) as txn:
-            return [int(value[-16:]) for _, value in txn.cursor()]
+            keys = [value[4:] for _, value in txn.cursor()]
+        places = self.catalog.locate(keys)
+        return [self.numbers[key] for key, place in zip(keys, places, strict=True) if place]
+
+    def row_count(self, database):
+        """Return how many rows a database has, garbage included."""
+        with self.catalog._env.read() as txn:
+            return txn.stat(db=getattr(self.catalog._databases, database))["entries"]
+
+    def sweep(self):
+        """Remove all garbage; return in how many steps."""
+        steps = 0
+        while self.writer.has_garbage:
+            self.writer.handle([SweepGarbage()])
+            steps += 1
+        return steps

@@ -1,12 +1,12 @@
-"""How the bytes of a secondary tier are divided: catalog, segments, headroom. One pure function.
+"""How the bytes of a secondary tier are divided: catalog, segments, headroom. Pure functions.
 
-Both planes compute the same geometry from the same configuration, so they agree without a message:
-
-    capacity = catalog (map size, reserved in full)
-             + misc    (directories, lock files)
-             + rank_count * space_pages of payload, of which
+    capacity = misc    (directories, lock files)
+             + catalog (file: what it takes, measured; lmdb: a fixed share)
+             + rank_count * payload, of which
                    file:  preallocated segments, each with the file system's own blocks for it
                    lmdb:  the part of one payload map per rank that LMDB fills reliably
+
+The data plane needs `payload_map_bytes` alone; how long a segment is stands in every place.
 """
 
 from dataclasses import dataclass
@@ -14,20 +14,25 @@ from typing import Literal, Self
 
 from tierstore.config import SecondaryConfig
 from tierstore.errors import ConfigError
-from tierstore.layout import PAGE_BYTES, round_up
+from tierstore.layout import PAGE_BYTES
 from tierstore.manifest import Manifest
-from tierstore.record import EXTENT_RECORDS_MAX
 
 __all__ = ["SpaceGeometry", "lmdb_body_bytes", "segment_overhead_pages"]
 
-_SEGMENT_BYTES_MIN = 1 << 20
-_SEGMENT_BYTES_MAX = 1 << 30
+_SEGMENT_PAGES_MIN = 8
+_SEGMENT_PAGES_MAX = (1 << 30) // PAGE_BYTES
 _SEGMENTS_PER_TIER = 32
-"""Room for about one segment stays free for the next writes, so this bounds the loss to 3 %."""
+"""Of one owner. Room for about one segment stays free for the next writes, and one is being filled,
+so this bounds the loss to 6 %, however many owners there are."""
 
 _CATALOG_BYTES_MIN = 1 << 20
-_CATALOG_BYTES_PER_RECORD = 400
-"""Measured 210 to 330 bytes under eviction in random order, copies of two transactions included."""
+_CATALOG_SHARE = 4
+"""The catalog takes a fourth of the capacity at most; records of a page each need half of that."""
+_LMDB_CATALOG_SHARE = 16
+_LMDB_CATALOG_SHARE_SMALL = 24
+_LMDB_CATALOG_EXTRA_BYTES_MAX = 32 << 20
+"""A payload map cannot shrink for the catalog: it has a share of its own, a tenth in small tiers,
+where copies of pages count more."""
 
 _MISC_BYTES = 64 << 10
 _MISC_BYTES_PER_RANK = 32 << 10
@@ -56,17 +61,12 @@ class SpaceGeometry:
     """Pages in front of the payloads of an extent: 1 in segment files, 0 in LMDB."""
     charges_segments: bool
     """A new segment counts whole, since it is preallocated; otherwise each extent counts."""
-    segment_pages: int
-    """Pages of one segment; for LMDB only a range of addresses."""
-    space_pages: int
-    """What the pages charged by all owners may sum up to, on one rank."""
-    ahead_pages: int
-    """Room kept free so that writes need not wait for evictions, on one rank."""
     rank_count: int
-    catalog_map_bytes: int
+    capacity_bytes: int
     payload_map_bytes: int
     """Map size of one rank's payload environment; 0 for segment files."""
-    record_count_max: int
+    payload_fill_pages: int
+    """What LMDB fills of that map reliably, leaves included."""
 
     @classmethod
     def of(cls, config: SecondaryConfig, manifest: Manifest, rank_count: int) -> Self:
@@ -76,25 +76,21 @@ class SpaceGeometry:
             ConfigError: the capacity is too small for the catalog and one segment.
         """
         strides = _strides(config, manifest)
-        rank_bytes = config.capacity_bytes // rank_count
-        record_count_max = rank_bytes // (min(strides) * PAGE_BYTES) + EXTENT_RECORDS_MAX
-        map_bytes = _CATALOG_BYTES_MIN + record_count_max * _CATALOG_BYTES_PER_RECORD
-        map_bytes = round_up(map_bytes, PAGE_BYTES)
-        misc_bytes = _MISC_BYTES + rank_count * _MISC_BYTES_PER_RANK
-        payload_bytes = max(0, config.capacity_bytes - map_bytes - misc_bytes) // rank_count
-        payload_pages = payload_bytes // PAGE_BYTES
-        if config.backend == "file":
-            segment_pages = _segment_pages(rank_bytes, max(strides))
+        is_file = config.backend == "file"
+        payload_bytes = config.capacity_bytes - _misc_bytes(rank_count)
+        payload_bytes -= (
+            _CATALOG_BYTES_MIN if is_file else _lmdb_catalog_bytes(config.capacity_bytes)
+        )
+        payload_pages = max(0, payload_bytes) // rank_count // PAGE_BYTES
+        fill_pages = 0
+        if is_file:
             space_pages = payload_pages
-            ahead_pages = segment_pages + segment_overhead_pages(segment_pages)
-            needed_pages = ahead_pages
+            needed_pages = max(strides) + 1 + segment_overhead_pages(max(strides) + 1)
         else:
-            segment_pages = _LMDB_SEGMENT_PAGES
             fill = _LMDB_FILL_ONE_SIZE if len(strides) == 1 else _LMDB_FILL_MIXED
-            leaf_share = min(strides) / (min(strides) + _LMDB_LEAF_PAGES_PER_RECORD)
             slack_pages = _LMDB_SLACK_RECORDS * max(strides) if len(strides) > 1 else 0
-            space_pages = max(0, int(payload_pages * fill * leaf_share) - slack_pages)
-            ahead_pages = space_pages // (2 * _SEGMENTS_PER_TIER)
+            fill_pages = max(0, int(payload_pages * fill) - slack_pages)
+            space_pages = fill_pages
             needed_pages = 4 * max(strides)
         if space_pages < needed_pages:
             missing = (needed_pages - space_pages) * PAGE_BYTES * rank_count
@@ -103,25 +99,54 @@ class SpaceGeometry:
                 f"for the catalog and one segment; raise it by at least {missing} bytes"
             )
         return cls(
-            header_pages=1 if config.backend == "file" else 0,
-            charges_segments=config.backend == "file",
-            segment_pages=segment_pages,
-            space_pages=space_pages,
-            ahead_pages=ahead_pages,
+            header_pages=1 if is_file else 0,
+            charges_segments=is_file,
             rank_count=rank_count,
-            catalog_map_bytes=map_bytes,
-            payload_map_bytes=0 if config.backend == "file" else payload_pages * PAGE_BYTES,
-            record_count_max=record_count_max,
+            capacity_bytes=config.capacity_bytes,
+            payload_map_bytes=0 if is_file else payload_pages * PAGE_BYTES,
+            payload_fill_pages=fill_pages,
         )
-
-    @property
-    def segment_bytes(self) -> int:
-        """Size to which a segment file is preallocated."""
-        return self.segment_pages * PAGE_BYTES
 
     def stride_pages(self, payload_bytes: int) -> int:
         """Return the distance of adjacent records of one extent."""
         return _stride_pages(payload_bytes, "file" if self.header_pages else "lmdb")
+
+    def payload_pages(self, capacity_bytes: int, catalog_pages: int, record_count: int) -> int:
+        """Return what the pages charged by all owners, on all ranks, may sum up to.
+
+        `catalog_pages` are those that the catalog takes or may take. An lmdb tier, whose maps are
+        of one size, makes room for a catalog that outgrew its share only, and for the leaves of
+        its records.
+        """
+        if self.charges_segments:
+            misc_pages = _misc_bytes(self.rank_count) // PAGE_BYTES
+            return max(0, capacity_bytes // PAGE_BYTES - misc_pages - catalog_pages)
+        excess_pages = max(0, catalog_pages - self.catalog_pages_max(capacity_bytes))
+        leaf_pages = int(record_count * _LMDB_LEAF_PAGES_PER_RECORD) + 1
+        return max(0, (self.payload_fill_pages - leaf_pages) * self.rank_count - excess_pages)
+
+    def catalog_pages_max(self, capacity_bytes: int) -> int:
+        """Return the pages that a catalog may take, whatever its records are."""
+        if not self.charges_segments:
+            return _lmdb_catalog_bytes(capacity_bytes) // PAGE_BYTES
+        return max(capacity_bytes // _CATALOG_SHARE, _CATALOG_BYTES_MIN) // PAGE_BYTES
+
+    def segment_pages(self, capacity_bytes: int, owner_count: int, stride_pages: int) -> int:
+        """Return the pages of a new segment on one rank; for LMDB only a range of addresses.
+
+        Whole records with a header page each, so that no arrangement wastes the tail.
+        """
+        if not self.charges_segments:
+            return _LMDB_SEGMENT_PAGES
+        unit = stride_pages + 1
+        wanted = self.share_pages(capacity_bytes, owner_count)
+        return max(1, wanted // unit) * unit
+
+    def share_pages(self, capacity_bytes: int, owner_count: int) -> int:
+        """Return what one segment should have of one rank's pages, as long as a record fits."""
+        share = capacity_bytes // PAGE_BYTES // self.rank_count
+        share //= _SEGMENTS_PER_TIER * max(1, owner_count)
+        return min(max(share, _SEGMENT_PAGES_MIN), _SEGMENT_PAGES_MAX)
 
 
 def lmdb_body_bytes(payload_bytes: int) -> int:
@@ -143,6 +168,15 @@ def segment_overhead_pages(segment_pages: int) -> int:
     return 2 + segment_pages // 512
 
 
+def _misc_bytes(rank_count: int) -> int:
+    return _MISC_BYTES + rank_count * _MISC_BYTES_PER_RANK
+
+
+def _lmdb_catalog_bytes(capacity_bytes: int) -> int:
+    extra = min(capacity_bytes // _LMDB_CATALOG_SHARE_SMALL, _LMDB_CATALOG_EXTRA_BYTES_MAX)
+    return max(_CATALOG_BYTES_MIN, capacity_bytes // _LMDB_CATALOG_SHARE + extra)
+
+
 def _strides(config: SecondaryConfig, manifest: Manifest) -> set[int]:
     sizes = [manifest.chunk_bytes(group_idx) for group_idx in range(len(manifest.groups))]
     return {_stride_pages(size, config.backend) for size in sizes if size} or {1}
@@ -152,10 +186,3 @@ def _stride_pages(payload_bytes: int, backend: Literal["file", "lmdb"]) -> int:
     if backend == "lmdb":
         payload_bytes = lmdb_body_bytes(payload_bytes) + _LMDB_PAGE_HEADER_BYTES
     return -(-payload_bytes // PAGE_BYTES)
-
-
-def _segment_pages(rank_bytes: int, stride_max: int) -> int:
-    """Return whole records with a header page each, so that no arrangement wastes the tail."""
-    unit = stride_max + 1
-    wanted = min(max(rank_bytes // _SEGMENTS_PER_TIER, _SEGMENT_BYTES_MIN), _SEGMENT_BYTES_MAX)
-    return max(1, wanted // PAGE_BYTES // unit) * unit

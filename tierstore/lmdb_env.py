@@ -46,6 +46,8 @@ else:
 
 _READERS_MAX = 126
 _DATABASES_MAX = 16
+_MAP_BYTES_MIN = 1 << 28
+"""A smaller map is not tried where addresses are short."""
 
 ERRORS: Mapping[str, type[TierStoreError]] = {
     "BadChecksumError": BackendCorruptError,
@@ -133,8 +135,9 @@ class LmdbEnv:
         removed, and `admission` says why. With `sealed`, the last one to close it seals it: every
         bit is verified then, and faster, for the price of reading the file once at the close.
 
-        `map_bytes` bounds the data file for good, or grows to its present size. Of several
-        openers in one process the first decides. Nothing is flushed but by `sync`. `readahead`
+        `map_bytes` bounds the data file for good, or grows to its present size. It is halved as
+        long as the process may not have so many addresses. Of several openers in one process the
+        first decides. Nothing is flushed but by `sync`. `readahead`
         is for large values: without it the kernel reads them page by page.
 
         Raises:
@@ -232,6 +235,18 @@ class LmdbEnv:
         with self._translated():
             return self._env.reader_check()
 
+    def reader_lag(self) -> int:
+        """Return how many transactions ago the snapshot was taken that the oldest reader sees."""
+        with self._translated():
+            last = int(self._env.info()["last_txnid"])
+            seen = [line.split()[-1] for line in self._env.readers().splitlines()[1:]]
+        return max((last - int(number) for number in seen if number.isdigit()), default=0)
+
+    def map_bytes(self) -> int:
+        """Return the bytes beyond which the data file cannot grow."""
+        with self._translated():
+            return int(self._env.info()["map_size"])
+
     def used_bytes(self) -> int:
         """Return the bytes that the data file has reached; it never shrinks."""
         with self._translated():
@@ -253,19 +268,29 @@ def _open_env(
     try:
         directory.mkdir(parents=True, exist_ok=True)
         admission = lmdb_file.admit(directory, map_bytes=map_bytes)
-        env = lmdb.open(
-            os.fspath(directory),
-            map_size=map_bytes,
-            max_dbs=_DATABASES_MAX,
-            max_readers=_READERS_MAX,
-            sync=False,
-            metasync=False,
-            readahead=readahead,
-            meminit=False,
-        )
+        env = _open_mapped(directory, map_bytes, readahead=readahead)
         env.reader_check()
     except lmdb.Error as error:
         raise translate(error, directory) from error
     except OSError as error:
         raise BackendError(f"{directory}: {error}; make the path writable") from error
     return env, admission
+
+
+def _open_mapped(directory: Path, map_bytes: int, *, readahead: bool) -> lmdb.Environment:
+    while True:
+        try:
+            return lmdb.open(
+                os.fspath(directory),
+                map_size=map_bytes,
+                max_dbs=_DATABASES_MAX,
+                max_readers=_READERS_MAX,
+                sync=False,
+                metasync=False,
+                readahead=readahead,
+                meminit=False,
+            )
+        except lmdb.MemoryError:
+            if map_bytes <= _MAP_BYTES_MIN:
+                raise
+            map_bytes //= 2

@@ -38,6 +38,7 @@ _FLOCK = struct.Struct("hhqqi4x")
 
 _READ_BYTES = 1 << 20
 _PAGE_BYTES_MIN = 4096
+_UNWRITTEN_BYTES_MAX = 64 << 20
 _CAUSE_BYTES_MAX = 1000
 
 
@@ -148,7 +149,10 @@ def _noted_distrust(directory: Path) -> str:
 def _find_damage(path: Path, map_bytes: int) -> str:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return find_damage(descriptor, page_count_max=map_bytes // _PAGE_BYTES_MIN)
+        # A map may be of any size. The last pages of a file may be missing: allocated, and freed
+        # before they were written.
+        bytes_max = min(map_bytes, 2 * os.fstat(descriptor).st_size + _UNWRITTEN_BYTES_MAX)
+        return find_damage(descriptor, page_count_max=bytes_max // _PAGE_BYTES_MIN)
     finally:
         os.close(descriptor)
 

@@ -64,9 +64,11 @@ PLACE_DTYPE = np.dtype(
         ("index", "<u4"),
         ("stride_pages", "<u4"),
         ("payload_bytes", "<u4"),
+        ("segment_pages", "<u4"),
     ]
 )
-"""Fields of a `transfer.Place`: record `index` of the extent whose header page is `header_page`."""
+"""Fields of a `transfer.Place`: record `index` of the extent whose header page is `header_page`, in
+a segment that is preallocated to `segment_pages`."""
 
 PLACE_BYTES = PLACE_DTYPE.itemsize
 

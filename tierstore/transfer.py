@@ -42,7 +42,7 @@ JobId = NewType("JobId", int)
 IntArray = npt.NDArray[np.int64]
 
 Place = NewType("Place", bytes)
-"""Where a record lies in its tier: the 20 bytes of `record.PLACE_DTYPE`."""
+"""Where a record lies in its tier: the 24 bytes of `record.PLACE_DTYPE`."""
 
 
 class FailureReason(Enum):
@@ -120,6 +120,8 @@ class Demote:
     places: tuple[Place, ...]
     """Records of one extent are adjacent and in order."""
     slots: IntArray
+    owner: int
+    """Whose places these are (`tier.owners`): nothing is written once he is taken for dead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

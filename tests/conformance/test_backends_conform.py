@@ -3,7 +3,7 @@ from tierstore.backend.lmdb import LmdbBackend
 from tierstore.geometry import lmdb_body_bytes
 from tierstore.lmdb_env import LmdbEnv
 from tierstore.record import HEADER_BYTES, payload_checksum
-from tierstore.testing.backend_conformance import SEGMENT_BYTES, BackendConformance
+from tierstore.testing.backend_conformance import BackendConformance
 
 
 def replace_in_files(directory, original, damaged):
@@ -23,7 +23,7 @@ class FileConformance(BackendConformance):
     mode = "direct"
 
     def make(self, directory, rank):
-        return FileBackend(directory, rank=rank, segment_bytes=SEGMENT_BYTES, mode=self.mode)
+        return FileBackend(directory, rank=rank, mode=self.mode)
 
     def overwrite(self, directory, original, damaged):
         replace_in_files(directory, original, damaged)

@@ -13,6 +13,7 @@ from tierstore.tier.catalog_messages import (
     Refused,
     RemoveKeys,
     RequestPlaces,
+    SweepGarbage,
     TouchKeys,
 )
 
@@ -129,6 +130,13 @@ def test_removed_records_are_gone_and_their_pages_released(harness):
     assert harness.catalog.check() == []
 
 
+def use(model, numbers):
+    """Make recorded numbers the youngest."""
+    for number in numbers:
+        if number in model:
+            model[number] = model.pop(number)
+
+
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("store"), st.lists(st.integers(0, 200), min_size=1, max_size=12)),
@@ -136,6 +144,8 @@ STEPS = st.lists(
         st.tuples(st.just("remove"), st.lists(st.integers(0, 200), min_size=1, max_size=3)),
         st.tuples(st.just("fail"), st.lists(st.integers(0, 200), min_size=1, max_size=40)),
         st.tuples(st.just("reopen"), st.just([])),
+        st.tuples(st.just("reset"), st.just([])),
+        st.tuples(st.just("sweep"), st.just([])),
     ),
     max_size=40,
 )
@@ -152,6 +162,23 @@ STEPS = st.lists(
         ("fail", [*range(1, 11), *range(12, 18)]),  # evicts its own key 2, then stores it anew
     ]
 )
+@example(
+    steps=[
+        ("store", [*range(12)]),
+        ("reset", []),
+        ("store", [*range(4)]),  # over garbage under the same keys
+        ("sweep", []),
+        ("store", [*range(20, 32)]),
+        ("reset", []),
+        ("store", [*range(20, 32)]),
+        ("store", [*range(40, 52)]),
+        ("store", [*range(60, 72)]),
+        ("store", [*range(80, 92)]),  # evicts, and meets garbage
+        ("reopen", []),
+        ("sweep", []),
+        ("sweep", []),
+    ]
+)
 def test_the_catalog_agrees_with_a_model(tmp_path_factory, backend, steps):
     """Goal: records and their order equal a dict's, whatever happens; capacity holds throughout.
 
@@ -166,21 +193,27 @@ def test_the_catalog_agrees_with_a_model(tmp_path_factory, backend, steps):
             answer = harness.store(*numbers, failed=failed)
             if isinstance(answer, Placed):
                 stored = [
-                    int(key[-16:]) for i, key in enumerate(answer.keys) if i not in set(failed)
+                    harness.numbers[key]
+                    for i, key in enumerate(answer.keys)
+                    if i not in set(failed)
                 ]
                 # Placed keys had no record: a request that waits may evict what it names itself.
                 for key in answer.keys:
-                    model.pop(int(key[-16:]), None)
+                    model.pop(harness.numbers[key], None)
+                use(model, reversed(numbers))  # storing what is recorded is a use of it
                 model.update(dict.fromkeys(reversed(stored)))
         elif name == "touch":
             harness.writer.handle([TouchKeys(tuple(harness.keys(*numbers)))])
-            for number in numbers:
-                if number in model:
-                    model[number] = model.pop(number)
+            use(model, numbers)
         elif name == "remove":
             harness.writer.handle([RemoveKeys(tuple(harness.keys(*numbers)))])
             for number in numbers:
                 model.pop(number, None)
+        elif name == "reset":
+            harness.writer.handle([ForgetNamespace(harness.manifest.namespace)])
+            model.clear()
+        elif name == "sweep":
+            harness.writer.handle([SweepGarbage()])
         else:
             harness.reopen()
         harness.writer.handle([Evict()])

@@ -1,16 +1,8 @@
 """A catalog that fails, is damaged, is full, or lost its owner."""
 
-import collections
-import random
-
-import pytest
 from catalog_harness import MIB, Harness
 
-from tierstore.config import SecondaryConfig
 from tierstore.errors import BackendFullError
-from tierstore.geometry import SpaceGeometry
-from tierstore.lmdb_env import LmdbEnv
-from tierstore.manifest import Manifest
 from tierstore.tier.catalog_messages import (
     BeginEpoch,
     Committed,
@@ -93,47 +85,6 @@ def test_a_shrunk_capacity_evicts_until_it_fits(tmp_path):
     small.catalog.close()
 
 
-def test_a_full_map_evicts_instead_of_failing(tmp_path):
-    geometry = SpaceGeometry.of(
-        SecondaryConfig(name="t", backend="lmdb", path=tmp_path, capacity_bytes=64 * MIB),
-        Manifest.simple("m", 4000),
-        1,
-    )
-    LmdbEnv.open(tmp_path / "catalog", map_bytes=3 << 20)  # the first opener decides
-    harness = Harness(tmp_path, backend="lmdb", capacity=64 * MIB, chunk=4000)
-    assert harness.catalog.geometry == geometry
-    answers = collections.Counter()
-    for first in range(0, 24000, 32):
-        numbers = random.Random(first).sample(range(10**9), 32)
-        answers[type(harness.store(*numbers)).__name__] += 1
-    assert harness.catalog.check() == []
-    assert answers["Placed"] > 700
-    assert harness.catalog.stats().record_count > 3000
-    harness.catalog.close()
-    LmdbEnv.open(tmp_path / "catalog", map_bytes=1).close()
-
-
-@pytest.mark.parametrize("batch", [4, 32, 200])
-@pytest.mark.parametrize("map_kib", [600, 1024])
-def test_a_map_that_is_far_too_small_never_refuses_for_good(tmp_path, map_kib, batch):
-    LmdbEnv.open(tmp_path / "catalog", map_bytes=map_kib << 10)
-    harness = Harness(tmp_path, backend="lmdb", capacity=64 * MIB, chunk=4000)
-    for first in range(0, 12_000, batch):
-        numbers = random.Random(first).sample(range(10**9), batch)
-        answer = harness.store(*numbers)
-        assert isinstance(answer, Placed), f"refused after {first} records"
-        assert all(harness.located(*numbers))
-    assert harness.catalog.check() == []
-    harness.writer.handle([ForgetNamespace(harness.manifest.namespace)])
-    assert harness.catalog.stats().record_count == 0
-    harness.take()
-    harness.release()
-    assert isinstance(harness.store(1, 2, 3), Placed)
-    assert harness.catalog.check() == []
-    harness.catalog.close()
-    LmdbEnv.open(tmp_path / "catalog", map_bytes=1).close()
-
-
 def test_a_namespace_that_a_failing_catalog_could_not_forget_is_forgotten_later(harness):
     harness.store(1, 2)
     real = harness.catalog._env.write
@@ -166,17 +117,6 @@ def test_an_epoch_that_a_failing_catalog_could_not_enter_is_entered_before_its_r
     for database in (databases.namespaces, databases.epochs):
         with harness.catalog._env.read(database) as txn:
             assert txn.get(epoch.namespace) is not None
-
-
-def test_the_map_of_the_geometry_has_room_for_random_keys_under_steady_eviction(tmp_path):
-    harness = Harness(tmp_path, backend="lmdb", capacity=16 * MIB, chunk=3900)
-    for first in range(0, 12_000, 32):
-        numbers = random.Random(first).sample(range(10**9), 32)
-        assert isinstance(harness.store(*numbers), Placed)
-    geometry = harness.catalog.geometry
-    assert harness.catalog._env.used_bytes() <= geometry.catalog_map_bytes // 2
-    assert harness.catalog.stats().evicted_count > 8000
-    harness.catalog.close()
 
 
 def test_a_failing_catalog_refuses_and_recovers(harness):

@@ -161,9 +161,7 @@ def test_a_full_device_still_serves_what_it_holds(tmp_path):
     backend = opened(tmp_path)
     write_extent(backend, extent)
     backend.close()
-    full = FileBackend(
-        tmp_path, rank=0, segment_bytes=SEGMENT_BYTES, system=FullSystem(errno.ENOSPC)
-    )
+    full = FileBackend(tmp_path, rank=0, system=FullSystem(errno.ENOSPC))
     full.open()
     assert extent.served(full) == [None] * 4
     full.close()
@@ -269,7 +267,7 @@ class NoDirectSystem(SystemCalls):
 @pytest.mark.parametrize("mode", ["direct", "mmap"])
 def test_a_refused_mode_falls_back_to_buffered_with_one_warning(tmp_path, mode, caplog):
     system = NoDirectSystem()
-    backend = FileBackend(tmp_path, rank=0, segment_bytes=SEGMENT_BYTES, mode=mode, system=system)
+    backend = FileBackend(tmp_path, rank=0, mode=mode, system=system)
     backend.open()
     assert [record.levelno for record in caplog.records].count(logging.WARNING) == 1
     assert f"io.mode {mode}" in caplog.text
@@ -285,7 +283,7 @@ def test_a_file_system_without_holes_is_refused_with_advice(tmp_path):
         def punch_hole(self, fd, offset, size_bytes):
             raise OSError(errno.EOPNOTSUPP, "refused")
 
-    backend = FileBackend(tmp_path, rank=0, segment_bytes=SEGMENT_BYTES, system=NoHoles())
+    backend = FileBackend(tmp_path, rank=0, system=NoHoles())
     with pytest.raises(BackendError, match="backend: lmdb"):
         backend.open()
 

@@ -11,6 +11,7 @@ from tierstore.backend.opening import leftover_directories
 from tierstore.layout import PAGE_BYTES
 from tierstore.testing.backend_conformance import (
     SEGMENT_BYTES,
+    SEGMENT_PAGES,
     Extent,
     descriptor_count,
     disk_bytes,
@@ -93,21 +94,21 @@ def test_a_vanished_directory_is_absent_and_in_use_again_when_it_is_back(tmp_pat
 def test_leftovers_of_a_wider_run_are_released(tmp_path):
     """Four ranks before, two now: rank 0 also releases what rank 2 left, rank 1 what rank 3 left.
     Their segments were smaller or larger than ours."""
-    extent = Extent(4, 9000)
+    extent = Extent(4, 9000, segment_pages=2 * SEGMENT_PAGES)
     for rank in range(4):
-        backend = FileBackend(tmp_path / f"rank{rank}", rank=rank, segment_bytes=SEGMENT_BYTES * 2)
+        backend = FileBackend(tmp_path / f"rank{rank}", rank=rank)
         backend.open()
-        write_extent(backend, extent, Extent(4, 9000, segment=1))
+        other = Extent(4, 9000, segment=1, segment_pages=2 * SEGMENT_PAGES)
+        write_extent(backend, extent, other)
         backend.close()
     (tmp_path / "rankless").mkdir()
     backend = FileBackend(
         tmp_path / "rank0",
         rank=0,
-        segment_bytes=SEGMENT_BYTES,
         leftovers=lambda: leftover_directories(tmp_path, 0, 2),
     )
     backend.open()
-    whole = PageRun(segment=0, first_page=0, page_count=2 * SEGMENT_BYTES // PAGE_BYTES)
+    whole = PageRun(segment=0, first_page=0, page_count=2 * SEGMENT_PAGES)
     assert backend.release([whole], [1]) is None
     backend.close()
     assert [disk_bytes(tmp_path / f"rank{rank}") < SEGMENT_BYTES for rank in range(4)] == [
@@ -120,15 +121,12 @@ def test_leftovers_of_a_wider_run_are_released(tmp_path):
     assert leftover_directories(tmp_path, 0, 4) == []
 
 
-def test_records_of_segments_larger_than_ours_are_read(tmp_path):
-    """The capacity, and with it the size of new segments, was lowered since."""
-    far = Extent(4, 9000, page=SEGMENT_BYTES // PAGE_BYTES)
-    large = FileBackend(tmp_path, rank=0, segment_bytes=SEGMENT_BYTES * 2)
-    large.open()
-    write_extent(large, far)
-    large.close()
+def test_a_segment_is_as_long_as_its_places_say_and_nothing_is_written_behind(tmp_path):
+    far = Extent(4, 9000, page=SEGMENT_PAGES, segment_pages=2 * SEGMENT_PAGES)
     backend = opened(tmp_path)
+    write_extent(backend, far)
     assert far.served(backend) == [None] * 4
-    refused = Extent(4, 9000, segment=1, page=SEGMENT_BYTES // PAGE_BYTES - 2)
+    assert (tmp_path / "00000000.seg").stat().st_size == 2 * SEGMENT_BYTES
+    refused = Extent(4, 9000, segment=1, page=SEGMENT_PAGES - 2)
     assert set(backend.write(refused.to_write()).values()) == {FailureReason.LAYOUT}
     backend.close()

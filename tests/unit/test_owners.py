@@ -33,7 +33,7 @@ def test_a_lock_that_cannot_be_had_is_an_error_and_leaves_no_descriptor(tmp_path
 
 def test_a_lock_whose_file_cannot_be_removed_is_released_all_the_same(tmp_path):
     before = descriptors()
-    lock = OwnerLock(tmp_path / "owners", 1)
+    lock = OwnerLock.create(tmp_path / "owners", 1)
     (tmp_path / "owners" / "1.lock").unlink()
     (tmp_path / "owners" / "1.lock").mkdir()  # unlink fails, whoever we are
     lock.close()
@@ -96,7 +96,7 @@ def test_a_child_does_not_keep_the_lock_of_its_dead_parent(tmp_path):
     ready, done = os.pipe(), os.pipe()
 
     def die_with_a_child_alive():
-        lock = OwnerLock(tmp_path, 1)
+        lock = OwnerLock.create(tmp_path, 1)
         if os.fork() == 0:
             os.write(ready[1], b"!")
             os.close(done[1])

@@ -41,6 +41,7 @@ DEMOTE = Demote(
     keys=(OffloadKey(b"k" * 44),),
     slots=np.array([0]),
     places=(),
+    owner=1,
 )
 LATE = TransferDone(job_id=JOB, ok=False, failed={0: FailureReason.DEADLINE})
 

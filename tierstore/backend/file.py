@@ -75,7 +75,6 @@ class FileBackend:
         directory: Path,
         *,
         rank: int,
-        segment_bytes: int,
         mode: IoMode = "direct",
         durable: bool = False,
         leftovers: Callable[[], Sequence[Path]] = tuple,
@@ -83,19 +82,16 @@ class FileBackend:
     ) -> None:
         """Describe the backend; `system` is replaced by tests that let system calls fail.
 
-        `segment_bytes` is a multiple of `PAGE_BYTES`. `durable` flushes what `write` wrote before
-        it returns. `leftovers` names the directories of ranks that are no more, whose segments are
-        released with ours.
+        `durable` flushes what `write` wrote before it returns. `leftovers` names the directories of
+        ranks that are no more, whose segments are released with ours.
         """
         self._leftovers = leftovers
         self._directory = directory
         self._rank = rank
-        self._segment_pages = segment_bytes // PAGE_BYTES
-        self._segment_bytes = segment_bytes
         self._mode: IoMode = mode
         self._durable = durable
         self._system = system or SystemCalls()
-        self._files = SegmentFiles(directory, segment_bytes, system=self._system)
+        self._files = SegmentFiles(directory, system=self._system)
         self._headers = HeaderCache()
         self._scratch = _HeaderPages()
         self._failures = FailureLog(directory)
@@ -120,12 +116,7 @@ class FileBackend:
             mode = "buffered"
         self._files.open(direct=mode == "direct", mapped=mode == "mmap")
         self._opened = True
-        _logger.info(
-            "file backend open: directory=%s mode=%s segment_bytes=%d",
-            self._directory,
-            mode,
-            self._segment_bytes,
-        )
+        _logger.info("file backend open: directory=%s mode=%s", self._directory, mode)
 
     def write(self, records: Sequence[RecordIo]) -> dict[int, FailureReason]:
         """Write extents, each by one vectored call. See `Backend.write`.
@@ -142,7 +133,8 @@ class FileBackend:
         failed: dict[int, FailureReason] = {}
         for start, stop in split_extents(places):
             is_whole = places["index"][start] == 0 and fits[start:stop].all()
-            if is_whole and end_page(places[start:stop]) <= self._segment_pages:
+            segment_pages = int(places["segment_pages"][start])
+            if is_whole and end_page(places[start:stop]) <= segment_pages:
                 reason = self._write_extent(records[start:stop], places[start:stop])
             else:
                 reason = FailureReason.LAYOUT
@@ -190,7 +182,7 @@ class FileBackend:
         punched = [run for run in runs if run.segment not in empty]
         reasons = self._release(self._files, punched, empty_segments)
         for directory in self._leftovers():
-            files = SegmentFiles(directory, self._segment_bytes, system=self._system)
+            files = SegmentFiles(directory, system=self._system)
             try:
                 reasons += self._release(files, punched, empty_segments)
             finally:
@@ -234,8 +226,9 @@ class FileBackend:
         buffers = [self._scratch.page(0), *[record.slot for record in records]]
         size_bytes = sum(map(len, buffers))
         segment, header_page = int(places["segment"][0]), int(places["header_page"][0])
+        segment_bytes = int(places["segment_pages"][0]) * PAGE_BYTES
         try:
-            held = self._files.acquire_for_write(segment)
+            held = self._files.acquire_for_write(segment, segment_bytes)
             try:
                 written = self._files.write(held, buffers, header_page * PAGE_BYTES)
             finally:

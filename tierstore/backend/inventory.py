@@ -73,4 +73,4 @@ def _payload_segments(directory: Path, geometry: SpaceGeometry) -> dict[int, int
                 last = segment
     finally:
         env.close()
-    return dict.fromkeys(segments, 0) | dict.fromkeys(segments[:1], geometry.space_pages)
+    return dict.fromkeys(segments, 0) | dict.fromkeys(segments[:1], geometry.payload_fill_pages)

@@ -47,7 +47,6 @@ def open_backend(
         backend = FileBackend(
             directory,
             rank=rank,
-            segment_bytes=geometry.segment_bytes,
             mode=config.io.mode,
             durable=config.io.durable,
             leftovers=partial(leftover_directories, config.path, rank, rank_count),

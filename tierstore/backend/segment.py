@@ -41,9 +41,8 @@ class SegmentFiles:
     No lock is held over I/O, but for the one that makes the creation of segments take turns.
     """
 
-    def __init__(self, directory: Path, segment_bytes: int, *, system: SystemCalls) -> None:
+    def __init__(self, directory: Path, *, system: SystemCalls) -> None:
         self._directory = directory
-        self._segment_bytes = segment_bytes
         self._mapped = False
         self._system = system
         self._flags = os.O_RDWR
@@ -73,7 +72,7 @@ class SegmentFiles:
                 return cached
         return self._insert(segment, self._system.open(self._path(segment), self._flags))
 
-    def acquire_for_write(self, segment: int) -> Segment:
+    def acquire_for_write(self, segment: int, segment_bytes: int) -> Segment:
         """Return a segment for writing, created and allocated in full if need be.
 
         A cached descriptor whose file was unlinked by somebody is not used: what it writes would
@@ -85,13 +84,13 @@ class SegmentFiles:
         try:
             held = self.acquire(segment)
         except FileNotFoundError:
-            held = self._create(segment)
+            held = self._create(segment, segment_bytes)
         else:
             status = os.fstat(held.fd)
-            if status.st_nlink == 0 or status.st_size < self._segment_bytes:
+            if status.st_nlink == 0 or status.st_size < segment_bytes:
                 self.release(held)
                 self._forget(segment)
-                held = self._create(segment)
+                held = self._create(segment, segment_bytes)
         with self._lock:
             self._unflushed.add(segment)
         return held
@@ -251,7 +250,7 @@ class SegmentFiles:
         if unused:
             os.close(cached.fd)
 
-    def _create(self, segment: int) -> Segment:
+    def _create(self, segment: int, segment_bytes: int) -> Segment:
         """Open a segment, creating it or restoring its size; one at a time."""
         path = self._path(segment)
         with self._create_lock:
@@ -263,8 +262,8 @@ class SegmentFiles:
                 fd = self._system.open(path, self._flags | os.O_CREAT)
             size_bytes = os.fstat(fd).st_size
             try:
-                if size_bytes < self._segment_bytes:
-                    self._system.allocate(fd, size_bytes, self._segment_bytes - size_bytes)
+                if size_bytes < segment_bytes:
+                    self._system.allocate(fd, size_bytes, segment_bytes - size_bytes)
             except OSError:
                 os.close(fd)
                 if size_bytes == 0:

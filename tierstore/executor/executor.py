@@ -241,6 +241,7 @@ class TransferExecutor:
         if all(stopped):
             for tier in self._tiers:
                 tier.backend.close()
+                tier.owners.close()
             self._pool.close()
         else:
             # A thread still hangs in its I/O: freeing the memory that it writes to would be worse.
@@ -278,7 +279,7 @@ class TransferExecutor:
         with self._changed:
             job.tasks_left += len(spans)
         for span in spans:
-            tier.pool.submit_write(partial(self._write, job, tier, span))
+            tier.pool.submit_write(partial(self._write, job, tier, demote.owner, span))
 
     def _start_release(self, job: Job, release: Release) -> None:
         tier = self._tiers[release.tier_idx]
@@ -357,13 +358,14 @@ class TransferExecutor:
                 job.abandoned = True
             self._changed.wait_for(lambda: not self._submitting_count, timeout_seconds)
 
-    def _write(self, job: Job, tier: TierIo, span: RecordSpan) -> None:
-        """Write slots to records (in an I/O thread)."""
+    def _write(self, job: Job, tier: TierIo, owner: int, span: RecordSpan) -> None:
+        """Write slots to records (in an I/O thread), as long as their places are the owner's."""
         failed: dict[int, FailureReason] = dict.fromkeys(
             range(span.record_count), FailureReason.IO_ERROR
         )
         try:
-            failed = tier.backend.write(span.records(self._pool.array.data, self._slot_bytes))
+            if tier.owners.hold(owner):
+                failed = tier.backend.write(span.records(self._pool.array.data, self._slot_bytes))
         finally:
             self._end_task(job, span, failed)
 

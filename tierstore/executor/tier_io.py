@@ -8,6 +8,7 @@ from tierstore.backend.opening import BackendOpener
 from tierstore.config import SecondaryConfig
 from tierstore.io_pool import IoPool
 from tierstore.manifest import Manifest
+from tierstore.tier.owners import OwnerLocks
 
 if TYPE_CHECKING:
     from tierstore.backend.protocol import Backend
@@ -34,5 +35,6 @@ class TierIo:
         )
         late.open()
         self.backend: Backend = late
+        self.owners = OwnerLocks(config.path)
         self.pool = IoPool(config.io.threads, f"tierstore-{config.name}")
         self.pool.open()

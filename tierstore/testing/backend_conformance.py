@@ -55,7 +55,15 @@ _SEQUENCE = itertools.count()
 class Extent:
     """Records of one extent with their payload: what a backend is asked to write, then to read."""
 
-    def __init__(self, count: int, payload_bytes: int, *, segment: int = 0, page: int = 0) -> None:
+    def __init__(
+        self,
+        count: int,
+        payload_bytes: int,
+        *,
+        segment: int = 0,
+        page: int = 0,
+        segment_pages: int = SEGMENT_PAGES,
+    ) -> None:
         """Make up `count` records at page `page`; no two extents share a key or a payload."""
         number = next(_SEQUENCE)
         hashes = [bytes([0xA5]) + (number << 16 | i).to_bytes(31, "big") for i in range(count)]
@@ -69,6 +77,7 @@ class Extent:
         places["segment"], places["header_page"] = segment, page
         places["index"] = np.arange(count)
         places["stride_pages"], places["payload_bytes"] = self.stride_pages, payload_bytes
+        places["segment_pages"] = segment_pages
         self.places = [Place(place.tobytes()) for place in places]
         random = np.random.default_rng(number)
         self.payloads = [random.bytes(payload_bytes) for _ in range(count)]
@@ -132,7 +141,7 @@ class BackendConformance(ABC):
 
     @abstractmethod
     def make(self, directory: Path, rank: int) -> Backend:
-        """Return a backend over `directory`, not yet open; segments are `SEGMENT_BYTES` long."""
+        """Return a backend over `directory`, not yet open."""
 
     @abstractmethod
     def overwrite(self, directory: Path, original: bytes, damaged: bytes) -> None:

@@ -7,7 +7,7 @@ it has failed once.
     with TierStore.open(config, manifest, open_backend=faulty_opener(schedule)) as store: ...
 
     system = FaultySystem(FaultSchedule(fail_at=n), errno.EIO)
-    FileBackend(directory, rank=0, segment_bytes=1 << 20, system=system)
+    FileBackend(directory, rank=0, system=system)
 """
 
 import math

@@ -30,8 +30,9 @@ _RETRY_CALLS_MAX = 1 << 8
 """A release that keeps failing is tried again after at most so many calls of `commands`."""
 
 _TICKET_BYTES = 8 << 20
+_TICKET_KEYS_MAX = 512
 """Longer requests are placed, written and recorded in parts, so that the first write need not wait
-for the catalog to place the last."""
+for the catalog to place the last, and what one transaction of it changes is bounded."""
 
 _ONCE_SEEN_MAX = 1 << 16
 """Chunks that left the primary tier after one use and are remembered for `second_touch`."""
@@ -252,7 +253,7 @@ class Cascade:
             self._settled.update(keys)
             self._in_flight.update(keys)
         # Tail first, since what is recorded first is evicted first.
-        per_ticket = max(1, _TICKET_BYTES // chunk_bytes)
+        per_ticket = max(1, min(_TICKET_BYTES // chunk_bytes, _TICKET_KEYS_MAX))
         for stop in range(len(keys), 0, -per_ticket):
             ticket = next(self._tickets)
             part = keys[max(0, stop - per_ticket) : stop]
@@ -289,6 +290,7 @@ class Cascade:
             keys=placed.keys,
             places=placed.places,
             slots=np.array(slots, np.int64),
+            owner=self._secondary.owner,
         )
 
     def _finish_write(self, writing: _Writing, done: TransferDone) -> None:

@@ -4,7 +4,6 @@ One LMDB environment per path, shared by all processes. Synchronous and without 
 in the calling thread, writes in whichever thread opens a `transaction`.
 """
 
-import logging
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,32 +17,36 @@ from tierstore.errors import (
     BackendError,
     CatalogDamagedError,
     CatalogError,
-    ConfigError,
-    ManifestError,
 )
 from tierstore.geometry import SpaceGeometry
 from tierstore.key import OffloadKey
 from tierstore.layout import PAGE_BYTES
 from tierstore.lmdb_env import LmdbEnv, Transaction
-from tierstore.manifest import FORMAT_VERSION, Manifest, namespace_of
+from tierstore.manifest import Manifest
 from tierstore.record import PLACE_BYTES
-from tierstore.tier.catalog_check import check_catalog, verify_sums
+from tierstore.tier.budget import GROWTH_PAGES, Budget
+from tierstore.tier.catalog_check import check_catalog
+from tierstore.tier.catalog_opening import (
+    enter_manifest,
+    enter_owner,
+    enter_state,
+    require_version,
+)
 from tierstore.tier.catalog_schema import Databases, StateRow
 from tierstore.tier.catalog_txn import CatalogTxn
-from tierstore.tier.orphans import release_orphans
-from tierstore.tier.owners import OwnerLock, forget_owner_files, is_owner_dead
+from tierstore.tier.floors import Floors
+from tierstore.tier.owners import OwnerLock, is_owner_dead
 from tierstore.tier.space import Space
 from tierstore.transfer import Place
 
 __all__ = ["Catalog", "SecondaryStats"]
 
-_logger = logging.getLogger(__name__)
+_MAP_BYTES = 1 << 38
+"""Addresses, not memory: what a catalog takes is bounded by its `Budget`. The same for everybody,
+since LMDB shuts out a process whose map is smaller than the file has become."""
 
-_BACKENDS = ("file", "lmdb")
-_RESERVE = [(b"reserve%d" % number, bytes(4000)) for number in range(32)]
-"""Stored at the start of a transaction and deleted at its end, a page each: what is committed
-leaves so many pages of the map free. In a map that is full to its last page no record could be
-evicted ever again. Single pages, for a map may be full of those."""
+_STALE_TRANSACTIONS = 4
+"""A reader that has looked at one snapshot for so many transactions of others is not on its way."""
 
 _NO_PINS: Mapping[OffloadKey, int] = {}
 
@@ -83,6 +86,9 @@ class Catalog:
         self._owner_lock = owner_lock
         self._owners_directory = config.path / "owners"
         self._active: int | None = None
+        self._map_pages = env.map_bytes() // PAGE_BYTES
+        self._needed_pages = 0
+        self._settled_pages = self._file_pages()
 
     @classmethod
     def open(cls, config: SecondaryConfig, manifest: Manifest, *, rank_count: int) -> Self:
@@ -105,21 +111,23 @@ class Catalog:
 
     @classmethod
     def _open(cls, config: SecondaryConfig, manifest: Manifest, geometry: SpaceGeometry) -> Self:
-        env = LmdbEnv.open(
-            config.path / "catalog", map_bytes=geometry.catalog_map_bytes, sealed=True
-        )
+        env = LmdbEnv.open(config.path / "catalog", map_bytes=_MAP_BYTES, sealed=True)
         owner_lock: OwnerLock | None = None
         try:
             databases = Databases(env)
+            # A segment has a row before it has a file: what is listed now and has none then is
+            # nobody's. What is in an lmdb tier is bounded by its map, whoever wrote it.
+            is_file = config.backend == "file"
+            segments = stored_segments(config, geometry) if is_file else {}
             with env.write() as txn:
-                if env.admission.is_suspect:
+                is_suspect = env.admission.is_suspect
+                require_version(txn, databases, config, is_suspect=is_suspect)
+                if is_suspect:
                     _verify_rows(txn, databases, geometry)
-                state = _enter_state(txn, databases, config, geometry)
-                is_foreign = _enter_manifest(txn, databases, config, manifest)
-                owner_lock = OwnerLock(config.path / "owners", state.next_owner)
-                state.next_owner += 1
+                state = enter_state(txn, databases, config, geometry, segments)
+                is_foreign = enter_manifest(txn, databases, config, manifest)
+                owner_lock = enter_owner(txn, databases, config, manifest, state)
                 Space.write_state(txn, databases, state)
-                forget_owner_files(config.path / "owners", [owner_lock.owner])
         except BaseException as error:
             if owner_lock is not None:
                 owner_lock.close()
@@ -128,6 +136,11 @@ class Catalog:
             env.close()
             raise
         return cls(config, geometry, env, databases, owner_lock, is_foreign=is_foreign)
+
+    @property
+    def owner(self) -> int:
+        """The id under which this process holds its places."""
+        return self._owner_lock.owner
 
     @property
     def damage(self) -> str:
@@ -142,43 +155,59 @@ class Catalog:
         """
         try:
             with self._env.read(self._databases.records) as txn:
+                floors = Floors(txn, self._databases)
                 values = list(map(txn.get, keys))
         except BackendCorruptError as error:
             self._env.distrust(str(error))
             raise
+        if floors:
+            return [
+                None if value is None or floors.hide(key, value) else Place(value[:PLACE_BYTES])
+                for key, value in zip(keys, values, strict=True)
+            ]
         return [None if value is None else Place(value[:PLACE_BYTES]) for value in values]
 
     @contextmanager
-    def transaction(
-        self, pins: Mapping[OffloadKey, int] = _NO_PINS, *, spares_pages: bool = True
-    ) -> Iterator[CatalogTxn]:
+    def transaction(self, pins: Mapping[OffloadKey, int] = _NO_PINS) -> Iterator[CatalogTxn]:
         """Run one write transaction, committed when the block ends without an exception.
 
-        Records in `pins` are not evicted. `spares_pages`: it fails as long as there is still room
-        in the map for those that evict a few records, which do not spare any.
+        Records in `pins` are not evicted.
 
         Raises:
-            BackendMapFullError: the map is full; nothing was changed.
+            BackendFullError: the device is full; nothing was changed.
             BackendError: the catalog failed; nothing was changed.
             CatalogError: a row is damaged; nothing was changed.
         """
         with self._distrusting(), self._env.write() as txn:
-            if spares_pages:
-                with txn.cursor(db=self._databases.state) as cursor:
-                    cursor.putmulti(_RESERVE)
             space = Space(
                 txn,
                 self._databases,
                 self.geometry,
-                owner=self._owner_lock.owner,
+                file_pages=self._file_pages(),
+                map_pages=self._map_pages,
+                owner=self.owner,
                 active=self._active,
             )
             yield CatalogTxn(txn, self._databases, self.geometry, space, pins)
             space.flush()
-            if spares_pages:
-                for key, _ in _RESERVE:
-                    txn.delete(key, db=self._databases.state)
         self._active = space.active
+        self._needed_pages = space.budget.needed_pages
+
+    def is_outgrowing(self) -> bool:
+        """Return whether the file grows because of a reader that keeps what is freed from reuse.
+
+        Another process may have been stopped within a read transaction. Whoever writes on would
+        make the file larger for good, so all but the necessary has to wait.
+        """
+        file_pages = self._file_pages()
+        settled_pages = max(self._needed_pages, self._settled_pages) + GROWTH_PAGES
+        if file_pages + GROWTH_PAGES <= settled_pages:
+            return False
+        self._env.forget_dead_readers()
+        if self._env.reader_lag() >= _STALE_TRANSACTIONS:
+            return True
+        self._settled_pages = file_pages
+        return False
 
     @contextmanager
     def _distrusting(self) -> Iterator[None]:
@@ -197,13 +226,14 @@ class Catalog:
         """Say whether the process that had this owner id is gone."""
         return is_owner_dead(self._owners_directory, owner)
 
-    def space_pages(self) -> int:
-        """Return what pages of all ranks may be charged in total.
+    def budget(self) -> Budget:
+        """Return the limits as of now.
 
-        A catalog that grew under a larger capacity does not shrink: it costs payload space.
+        Raises:
+            BackendError: the catalog cannot be read.
         """
-        excess_bytes = max(0, self._env.used_bytes() - self.geometry.catalog_map_bytes)
-        return self.geometry.space_pages * self.geometry.rank_count - excess_bytes // PAGE_BYTES
+        with self._env.read() as txn:
+            return self._measure(txn, self._state(txn))
 
     def stats(self) -> SecondaryStats:
         """Count records and bytes.
@@ -212,13 +242,11 @@ class Catalog:
             BackendError: the catalog cannot be read.
         """
         with self._env.read() as txn:
-            state = Space.read_state(txn, self._databases)
-            record_count = txn.stat(db=self._databases.records)["entries"]
-        if state is None:
-            raise CatalogDamagedError("the state row is missing")
-        fixed_bytes = self._config.capacity_bytes - self.space_pages() * PAGE_BYTES
+            state = self._state(txn)
+            budget = self._measure(txn, state)
+        fixed_bytes = budget.capacity_bytes - budget.space_pages * PAGE_BYTES
         return SecondaryStats(
-            record_count=record_count,
+            record_count=state.record_count,
             payload_bytes=state.payload_bytes,
             charged_bytes=fixed_bytes + state.charged_pages * PAGE_BYTES,
             capacity_bytes=self._config.capacity_bytes,
@@ -233,10 +261,6 @@ class Catalog:
         except (BackendError, CatalogError) as error:
             return [str(error)]
 
-    def forget_dead_readers(self) -> None:
-        """Let pages be reused that only killed processes were looking at."""
-        self._env.forget_dead_readers()
-
     def sync(self) -> None:
         """Flush the catalog to the device.
 
@@ -250,67 +274,27 @@ class Catalog:
         self._owner_lock.close()
         self._env.close()
 
+    def _state(self, txn: Transaction) -> StateRow:
+        state = Space.read_state(txn, self._databases)
+        if state is None:
+            raise CatalogDamagedError("the state row is missing")
+        return state
+
+    def _measure(self, txn: Transaction, state: StateRow) -> Budget:
+        return Budget.measure(
+            txn,
+            self._databases,
+            self.geometry,
+            state,
+            file_pages=self._file_pages(),
+            map_pages=self._map_pages,
+        )
+
+    def _file_pages(self) -> int:
+        return self._env.used_bytes() // PAGE_BYTES
+
 
 def _verify_rows(txn: Transaction, databases: Databases, geometry: SpaceGeometry) -> None:
     problems = check_catalog(txn, databases, geometry)
     if problems:
         raise CatalogDamagedError(problems[0])
-
-
-def _enter_state(
-    txn: Transaction, databases: Databases, config: SecondaryConfig, geometry: SpaceGeometry
-) -> StateRow:
-    backend = _BACKENDS.index(config.backend)
-    rank_count = geometry.rank_count
-    state = Space.read_state(txn, databases)
-    if state is None:
-        state = StateRow(FORMAT_VERSION, backend, rank_count)
-        release_orphans(txn, databases, state, stored_segments(config, geometry))
-        return state
-    verify_sums(txn, databases, state)
-    where = f"secondary {config.name!r}: path {config.path}"
-    if state.format_version != FORMAT_VERSION:
-        raise CatalogError(
-            f"{where} has format {state.format_version}, this version writes {FORMAT_VERSION}; "
-            "remove the directory or choose another path"
-        )
-    if state.backend != backend:
-        raise ConfigError(
-            f"{where} holds a tier with another backend than {config.backend!r}; "
-            "choose another path, or remove the directory"
-        )
-    if config.backend == "lmdb" and state.rank_count != rank_count:
-        raise ConfigError(
-            f"{where} was divided among {state.rank_count} ranks, not {rank_count}, which an lmdb "
-            "tier cannot change; choose another path, or remove the directory"
-        )
-    return state
-
-
-def _enter_manifest(
-    txn: Transaction, databases: Databases, config: SecondaryConfig, manifest: Manifest
-) -> bool:
-    """Enter or compare our manifest; return whether the path held those of others alone."""
-    stored = txn.get(manifest.namespace, db=databases.namespaces)
-    if stored is not None and namespace_of(stored) != manifest.namespace:
-        raise CatalogDamagedError("a manifest does not give its namespace")
-    if stored is None:
-        with txn.cursor(db=databases.namespaces) as cursor:
-            others = [bytes(json) for _, json in cursor]
-        difference = manifest.nearest_difference(others)
-        if difference is not None:
-            _logger.warning(
-                "chunks of the same model are stored under another identity and will not be "
-                "found: secondary=%s %s",
-                config.name,
-                difference,
-            )
-        txn.put(manifest.namespace, manifest.canonical_json, db=databases.namespaces)
-        return bool(others)
-    difference = manifest.difference(stored)
-    if difference is not None:
-        raise ManifestError(
-            f"secondary {config.name!r}: path {config.path} holds another manifest under the same "
-            f"namespace: {difference}; choose another path, or remove the directory"
-        )
-    return False

@@ -16,15 +16,18 @@ from tierstore.tier.catalog_schema import (
     PendingRow,
     RowArray,
     SegmentRow,
+    SegmentState,
     StateRow,
     decode_records,
     extent_key,
 )
+from tierstore.tier.floors import Floors
 from tierstore.tier.space import Space
 
 __all__ = ["check_catalog", "verify_sums"]
 
 _PROBLEMS_MAX = 100
+_NO_SEGMENTS = np.empty(0, np.uint32)
 
 
 def check_catalog(txn: Transaction, databases: Databases, geometry: SpaceGeometry) -> list[str]:
@@ -55,10 +58,15 @@ def verify_sums(txn: Transaction, databases: Databases, state: StateRow) -> None
         raise CatalogDamagedError("the charged pages of its segments do not add up")
     if state.pending_pages != sum(row.pending_pages * row.rank_count for row in rows):
         raise CatalogDamagedError("the pending pages of its segments do not add up")
+    if state.record_count != sum(row.record_count for row in rows):
+        raise CatalogDamagedError("the records of its segments do not add up")
+    if state.payload_bytes != sum(row.payload_bytes for row in rows):
+        raise CatalogDamagedError("the payload of its segments does not add up")
     for database, next_number in (
         (databases.order, state.next_sequence),
         (databases.segments, state.next_segment),
         (databases.pending, state.next_pending),
+        (databases.owners, state.next_owner),
     ):
         with txn.cursor(db=database) as cursor:
             if cursor.last() and int.from_bytes(cursor.key(), "big") >= next_number:
@@ -83,8 +91,14 @@ class _Check:
             }
         with txn.cursor(db=databases.pending) as cursor:
             self._pending = [PendingRow.unpack(value) for _, value in cursor]
+        self._floors = Floors(txn, databases)
         with txn.cursor(db=databases.records) as cursor:
-            self._records = decode_records([value for _, value in cursor])
+            rows = [(key, value) for key, value in cursor]
+        records = decode_records([value for _, value in rows])
+        living = self._floors.living([key for key, _ in rows], records)
+        self._garbage = records[~living]
+        self._records = records[living]
+        """Those that count. Garbage has a place in the order, and nothing else."""
 
     def run(self) -> list[str]:
         return [
@@ -119,10 +133,12 @@ class _Check:
                     yield f"record {key.hex()} and the order disagree about its age"
                 if int(record["place"]["stride_pages"]) != int.from_bytes(value[:4], "little"):
                     yield f"record {key.hex()} and the order disagree about its pages"
-        if order_count != len(self._records):
-            yield f"{len(self._records)} records, but {order_count} in the order"
-        if len(self._records) and int(self._records["sequence"].max()) >= self._state.next_sequence:
-            yield "a record is younger than the next sequence"
+        row_count = len(self._records) + len(self._garbage)
+        if order_count != row_count:
+            yield f"{row_count} records, but {order_count} in the order"
+        for records in (self._records, self._garbage):
+            if len(records) and int(records["sequence"].max()) >= self._state.next_sequence:
+                yield "a record is younger than the next sequence"
 
     def _record_problems(self) -> Iterator[str]:
         """Every record lies in a known extent, and extents count their records rightly."""
@@ -132,7 +148,12 @@ class _Check:
         live = dict(zip(unique.tolist(), counts.tolist(), strict=True))
         for key in live.keys() | self._extents.keys():
             row = self._extents.get(key)
-            if row is None:
+            if self._is_garbage(key >> 32):
+                if key in live:
+                    yield f"{live[key]} records lie in a segment that is dead or gone"
+                elif not self._floors:
+                    yield f"extent {key:#x} lies in a segment that is dead or gone"
+            elif row is None:
                 yield f"{live[key]} records lie in the unknown extent {key:#x}"
             elif row.live_count != live.get(key, 0):
                 yield f"extent {key:#x} counts {row.live_count} records, has {live.get(key, 0)}"
@@ -142,7 +163,8 @@ class _Check:
         for key, place in zip(keys.tolist(), places, strict=True):
             row = self._extents.get(key)
             if row and (
-                place["stride_pages"] != row.stride_pages
+                place["segment_pages"] != self._segment_pages(key >> 32)
+                or place["stride_pages"] != row.stride_pages
                 or place["index"] >= row.record_count
                 or self._geometry.stride_pages(int(place["payload_bytes"])) != row.stride_pages
             ):
@@ -154,6 +176,8 @@ class _Check:
         for key, page_count in sorted(self._all_extents()):
             segment, first_page = key >> 32, key & 0xFFFFFFFF
             row = self._segments.get(segment)
+            if self._is_garbage(segment) and self._floors:
+                continue
             if row is None:
                 yield f"extent {key:#x} lies in an unknown segment"
                 continue
@@ -164,10 +188,19 @@ class _Check:
                 yield f"extent {key:#x} reaches beyond what was given out"
 
     def _segment_problems(self) -> Iterator[str]:
-        """A segment's held, pending and charged pages are the sums of its parts."""
+        """A segment's pages, writes and records are the sums of its parts."""
         held, pending = self._held_pages(), self._pending_pages()
         empty = {segment for row in self._pending for segment in row.empty_segments}
+        yield from self._count_problems()
         for segment, row in self._segments.items():
+            if row.state == SegmentState.DEAD:
+                if segment not in empty and not row.writing_count:
+                    yield f"segment {segment} is dead, and nobody gives it back"
+                if row.pending_pages > row.charged_pages or (
+                    segment in empty and row.pending_pages != row.charged_pages
+                ):
+                    yield f"segment {segment} is charged {row.charged_pages}, not as said"
+                continue
             if row.held_pages != held.get(segment, 0):
                 yield f"segment {segment} holds {held.get(segment, 0)}, says {row.held_pages}"
             expected = row.held_pages + row.pending_pages
@@ -179,6 +212,31 @@ class _Check:
                 yield f"segment {segment} has {pending.get(segment, 0)} pages pending, not as said"
             if row.charged_pages != expected:
                 yield f"segment {segment} is charged {row.charged_pages}, not {expected}"
+
+    def _count_problems(self) -> Iterator[str]:
+        """Segments count what is written to them, and their records."""
+        writing = _sums(
+            np.concatenate([row.extents["segment"] for row in self._pending] or [_NO_SEGMENTS])
+        )
+        places = self._records["place"]
+        records = _sums(places["segment"])
+        payload = _sums(places["segment"], places["payload_bytes"])
+        for segment, row in self._segments.items():
+            for name, said, found in (
+                ("extents being written", row.writing_count, writing.get(segment, 0)),
+                ("records", row.record_count, records.get(segment, 0)),
+                ("payload bytes", row.payload_bytes, payload.get(segment, 0)),
+            ):
+                if said != found:
+                    yield f"segment {segment}: {name}: accounted {said}, found {found}"
+
+    def _is_garbage(self, segment: int) -> bool:
+        row = self._segments.get(segment)
+        return row is None or row.state == SegmentState.DEAD
+
+    def _segment_pages(self, segment: int) -> int:
+        row = self._segments.get(segment)
+        return 0 if row is None else row.page_count
 
     def _state_problems(self) -> Iterator[str]:
         """The sums over all segments and records are those of the state row."""
@@ -196,6 +254,7 @@ class _Check:
                 sum(row.pending_pages * row.rank_count for row in rows),
             ),
             ("payload bytes", self._state.payload_bytes, int(payload)),
+            ("records", self._state.record_count, len(self._records)),
         ):
             if said != found:
                 yield f"{name}: accounted {said}, found {found}"
@@ -230,6 +289,14 @@ class _Check:
                 segment = int(run["segment"])
                 pages[segment] = pages.get(segment, 0) + int(run["page_count"])
         return pages
+
+
+def _sums(
+    segments: npt.NDArray[np.uint32], weights: npt.NDArray[np.uint32] | None = None
+) -> dict[int, int]:
+    unique, inverse = np.unique(segments, return_inverse=True)
+    sums = np.bincount(inverse, weights=weights, minlength=len(unique)).astype(np.int64)
+    return dict(zip(unique.tolist(), sums.tolist(), strict=True))
 
 
 def _extent_keys(places: RowArray) -> npt.NDArray[np.uint64]:

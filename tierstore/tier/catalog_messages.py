@@ -12,6 +12,7 @@ __all__ = [
     "Evict",
     "ForgetNamespace",
     "Freed",
+    "Leave",
     "Operation",
     "Placed",
     "Refused",
@@ -19,6 +20,7 @@ __all__ = [
     "RemoveKeys",
     "RequestPlaces",
     "SecondaryEvent",
+    "SweepGarbage",
     "TouchKeys",
 ]
 
@@ -119,6 +121,16 @@ class Evict:
     """Look again whether there is room for what waits and for what comes next."""
 
 
+@dataclass(frozen=True, slots=True)
+class SweepGarbage:
+    """Idle: remove some rows of forgotten namespaces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Over: this process asks for nothing more."""
+
+
 Operation = (
     RequestPlaces
     | CommitTicket
@@ -128,4 +140,6 @@ Operation = (
     | ForgetNamespace
     | BeginEpoch
     | Evict
+    | SweepGarbage
+    | Leave
 )

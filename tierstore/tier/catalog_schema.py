@@ -3,6 +3,8 @@
     state       b"state"                 -> StateRow
     namespaces  namespace (8)            -> manifest, canonical JSON in full
     epochs      namespace (8)            -> owner (u32 LE): the one process that asks for it
+    floors      namespace (8)            -> segment (u32 LE): its records in older ones are garbage
+    owners      owner (u32 BE)           -> OwnerRow: who has the path open
     records     key                      -> RECORD_DTYPE: place, sequence, uses
     order       sequence (u64 BE)        -> pages of the record (u32 LE) + key; oldest first
     extents     segment, header page (u32 BE each) -> ExtentRow; only extents with a live record
@@ -14,33 +16,41 @@ Integers in values are little-endian; keys are big-endian, so that their order i
 
 import struct
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from tierstore.errors import CatalogDamagedError
-from tierstore.lmdb_env import LmdbEnv
+from tierstore.lmdb_env import Database, LmdbEnv
 from tierstore.record import PLACE_DTYPE
 
 __all__ = [
+    "CATALOG_VERSION",
     "EXTENT_DTYPE",
     "ORDER_PAGES_BYTES",
-    "OWNER_BYTES",
     "RECORD_DTYPE",
     "RUN_DTYPE",
     "Databases",
     "ExtentRow",
+    "OwnerRow",
     "PendingRow",
     "RowArray",
     "SegmentRow",
+    "SegmentState",
     "StateRow",
     "decode_records",
     "extent_key",
+    "number_value",
+    "parse_number",
     "segment_key",
     "split",
     "wide_key",
 ]
+
+CATALOG_VERSION = 2
+"""Version of these rows; a catalog of another one is refused by name."""
 
 RowArray = npt.NDArray[np.void]
 
@@ -50,11 +60,18 @@ EXTENT_DTYPE = np.dtype(
 )
 RUN_DTYPE = np.dtype([("segment", "<u4"), ("first_page", "<u4"), ("page_count", "<u4")])
 ORDER_PAGES_BYTES = 4
-OWNER_BYTES = 4
 
 segment_key = struct.Struct(">I").pack
+"""Of `segments`; of `owners` likewise."""
+number_value = struct.Struct("<I").pack
+"""Of `epochs` and `floors`."""
 wide_key = struct.Struct(">Q").pack
 """Of `order` and `pending`, and of `extents` with segment and header page in one number."""
+
+
+def parse_number(value: bytes) -> int:
+    """Return what `number_value` packed."""
+    return int.from_bytes(value, "little")
 
 
 def extent_key(segment: int, header_page: int) -> int:
@@ -86,15 +103,21 @@ class Databases:
         self.state = env.database(b"state")
         self.namespaces = env.database(b"namespaces")
         self.epochs = env.database(b"epochs")
+        self.floors = env.database(b"floors")
+        self.owners = env.database(b"owners")
         self.records = env.database(b"records")
         self.order = env.database(b"order")
         self.extents = env.database(b"extents")
         self.segments = env.database(b"segments")
         self.pending = env.database(b"pending")
 
+    def all(self) -> list[Database]:
+        """Return every database."""
+        return list(vars(self).values())
+
 
 class _Row:
-    """A row of unsigned integers in the order of its fields."""
+    """A row of unsigned integers, and a namespace, in the order of its fields."""
 
     __slots__ = ()
     _LAYOUT: ClassVar[struct.Struct]
@@ -115,7 +138,7 @@ class _Row:
 class StateRow(_Row):
     """Counters and sums over the whole path. Pages are summed over all ranks."""
 
-    _LAYOUT: ClassVar[struct.Struct] = struct.Struct("<11Q")
+    _LAYOUT: ClassVar[struct.Struct] = struct.Struct("<12Q")
 
     format_version: int
     backend: int
@@ -130,30 +153,58 @@ class StateRow(_Row):
     pending_pages: int = 0
     """The part of `charged_pages` that is being released."""
     payload_bytes: int = 0
-    """Of all records, on one rank."""
+    """Of all records, on one rank; garbage does not count."""
+    record_count: int = 0
     evicted_count: int = 0
+
+
+class SegmentState(IntEnum):
+    """What may still happen to a segment."""
+
+    CLOSED = 0
+    """Nothing is appended any more."""
+    ACTIVE = 1
+    """The owner still appends to it."""
+    DEAD = 2
+    """Its namespace was forgotten: it goes as a whole when nobody writes to it any more."""
 
 
 @dataclass(slots=True)
 class SegmentRow(_Row):
-    """One segment. Pages are those of one rank.
+    """One segment, of one owner and one namespace. Pages are those of one rank.
 
     |<------------ page_count (preallocated) ------------>|
     | allocated extents            |next_page   not yet   |
     held = live or being written; pending = being released; charged = held + pending + rest
     """
 
-    _LAYOUT: ClassVar[struct.Struct] = struct.Struct("<8I")
+    _LAYOUT: ClassVar[struct.Struct] = struct.Struct("<3I8s7IQ")
 
     owner: int
     rank_count: int
     page_count: int
-    is_active: int = 1
-    """The owner still appends to it."""
+    namespace: bytes
+    state: int = SegmentState.ACTIVE
     next_page: int = 0
     held_pages: int = 0
     charged_pages: int = 0
     pending_pages: int = 0
+    writing_count: int = 0
+    """Extents that were given out and not yet committed."""
+    record_count: int = 0
+    payload_bytes: int = 0
+
+
+@dataclass(slots=True)
+class OwnerRow(_Row):
+    """A process that has the path open."""
+
+    _LAYOUT: ClassVar[struct.Struct] = struct.Struct("<8sQ")
+
+    namespace: bytes
+    """What it asks for."""
+    capacity_bytes: int
+    """What it was promised that all bytes below the path stay within."""
 
 
 @dataclass(slots=True)

@@ -3,31 +3,34 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import compress
 
 import numpy as np
 
 from tierstore.errors import CatalogDamagedError
 from tierstore.geometry import SpaceGeometry
-from tierstore.key import NAMESPACE_BYTES, Namespace, OffloadKey
+from tierstore.key import NAMESPACE_BYTES, OffloadKey
 from tierstore.lmdb_env import Transaction
 from tierstore.tier.catalog_schema import (
     ORDER_PAGES_BYTES,
-    OWNER_BYTES,
     RECORD_DTYPE,
     Databases,
     PendingRow,
     RowArray,
+    SegmentState,
     decode_records,
     split,
     wide_key,
 )
+from tierstore.tier.floors import Floors
+from tierstore.tier.namespaces import Namespaces
 from tierstore.tier.space import Space
+from tierstore.tier.sweep import Sweep
 
 __all__ = ["EVICT_COUNT_MAX", "CatalogTxn", "Ticket"]
 
-EVICT_COUNT_MAX = 4096
-"""Records that one transaction evicts at most, so that other processes get their turn."""
+EVICT_COUNT_MAX = 512
+"""Records that one transaction evicts at most, so that other processes get their turn, and what a
+transaction needs of the map is bounded."""
 
 
 @dataclass(slots=True)
@@ -39,8 +42,6 @@ class Ticket:
     """`RECORD_DTYPE`, without sequences."""
     extents: RowArray
     pending_id: int
-    is_doomed: bool = False
-    """Its namespace was forgotten meanwhile: its records must not appear."""
 
     def places(self) -> list[bytes]:
         """Return the place of each key."""
@@ -64,22 +65,31 @@ class CatalogTxn:
         self._geometry = geometry
         self._pins = pins
         self.space = space
+        self.floors = Floors(txn, databases)
+        self.namespaces = Namespaces(txn, databases, space, self.floors)
         self.evicted: list[OffloadKey] = []
+        self._dropped_count = 0
 
-    def record_count(self) -> int:
-        """Return how many records there are."""
-        return int(self._txn.stat(db=self._databases.records)["entries"])
+    def may_evict(self) -> bool:
+        """Return whether this transaction may drop further records."""
+        return self._dropped_count < EVICT_COUNT_MAX
 
-    def missing(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Return the keys that have no record, in order, each once."""
+    def recorded(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return the keys that have a record, in order, each once."""
         unique = list(dict.fromkeys(keys))
-        found = map(partial(self._txn.get, db=self._databases.records), unique)
-        return [key for key, value in zip(unique, found, strict=True) if value is None]
+        values = list(map(partial(self._txn.get, db=self._databases.records), unique))
+        hide = self.floors.hide if self.floors else None
+        return [
+            key
+            for key, value in zip(unique, values, strict=True)
+            if value is not None and not (hide and hide(key, value))
+        ]
 
     def reserve(self, keys: Sequence[OffloadKey], payload_bytes: int) -> Ticket:
-        """Allocate one place per key; the caller has made sure that there is room."""
+        """Allocate one place per key, all of one namespace; the caller has made room."""
+        namespace = keys[0][:NAMESPACE_BYTES]
         stride_pages = self._geometry.stride_pages(payload_bytes)
-        extents = self.space.allocate(len(keys), stride_pages)
+        extents = self.space.allocate(namespace, len(keys), stride_pages)
         records = np.zeros(len(keys), RECORD_DTYPE)
         places = records["place"]
         counts = extents["count"]
@@ -89,7 +99,9 @@ class CatalogTxn:
         places["index"] = np.arange(len(keys)) - firsts
         places["stride_pages"] = stride_pages
         places["payload_bytes"] = payload_bytes
-        pending_id = self.space.add_pending(PendingRow(self.space.owner, extents=extents))
+        lengths = [self.space.segment(segment).page_count for segment in extents["segment"]]
+        places["segment_pages"] = np.repeat(np.array(lengths, "<u4"), counts)
+        pending_id = self.space.pending.add(PendingRow(self.space.owner, extents=extents))
         return Ticket(tuple(keys), records, extents, pending_id)
 
     def commit(self, ticket: Ticket, failed: Collection[int]) -> None:
@@ -97,58 +109,54 @@ class CatalogTxn:
 
         The last key becomes the oldest, so that a prefix loses its tail first.
         """
-        self.space.remove_pending(ticket.pending_id)
-        for extent in ticket.extents:
-            self.space.add_extent(extent)
-        good = np.ones(len(ticket.keys), bool)
+        self.space.pending.remove(ticket.pending_id)
+        living = self.space.end_writing(ticket.extents)
+        self.space.add_extents(living)
+        places = ticket.records["place"]
+        written = np.isin(places["segment"], living["segment"])
+        good = written.copy()
         good[[index for index in failed if index < len(good)]] = False
-        good &= not ticket.is_doomed
-        kept: list[int] = np.flatnonzero(good).tolist()
-        present = set(self._present([ticket.keys[index] for index in kept]))
-        if present:
-            kept = [index for index in kept if ticket.keys[index] not in present]
-            good[:] = False
-            good[kept] = True
+        kept = self._without_records(ticket.keys, np.flatnonzero(good).tolist())
+        good[:] = False
+        good[kept] = True
         if kept:
             kept.reverse()
             self._publish([ticket.keys[index] for index in kept], ticket.records[kept])
-            payload = ticket.records["place"]["payload_bytes"][kept]
-            self.space.state.payload_bytes += int(payload.sum(dtype=np.int64))
-            for segment in np.unique(ticket.records["place"]["segment"][kept]).tolist():
+            self.space.count_in(places[kept])
+            for segment in np.unique(places["segment"][kept]).tolist():
                 self.space.trim_segment(segment)
-        if len(kept) < len(good):
-            self.space.free_places(ticket.records["place"][~good])
+        failed_places = places[written & ~good]
+        if len(failed_places):
+            self.space.free_places(failed_places)
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Make recorded keys the youngest, in order; count one use each."""
         ordered = list(dict.fromkeys(reversed(keys)))[::-1]
-        values = list(map(partial(self._txn.get, db=self._databases.records), ordered))
-        found = [value for value in values if value is not None]
-        if not found:
-            return
-        records = decode_records(found)
-        self._delete_order(records)
-        records["uses"] += 1
-        self._publish([key for key, value in zip(ordered, values, strict=True) if value], records)
+        found, records = self._find(ordered)
+        if found:
+            self._delete_order(records)
+            records["uses"] += 1
+            self._publish(found, records)
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
         """Forget records and free their places; unknown keys are skipped."""
-        pop = partial(self._txn.pop, db=self._databases.records)
-        found = [value for value in map(pop, dict.fromkeys(keys)) if value is not None]
+        found, records = self._find(list(dict.fromkeys(keys)))
         if found:
-            records = decode_records(found)
+            for _ in map(partial(self._txn.delete, db=self._databases.records), found):
+                pass
             self._delete_order(records)
             self._free(records)
 
     def evict(self, page_count: int, record_count: int = 1) -> int:
         """Evict the oldest unpinned records until both counts are reached; return how many went.
 
-        `page_count` is of one rank. At most `EVICT_COUNT_MAX` records per transaction.
+        `page_count` is of one rank. At most `EVICT_COUNT_MAX` records per transaction. Garbage on
+        the way goes, too, and frees nothing: who needs pages asks again.
         """
         sequences: list[bytes] = []
         keys: list[bytes] = []
         pages = 0
-        budget = EVICT_COUNT_MAX - len(self.evicted)
+        budget = EVICT_COUNT_MAX - self._dropped_count
         pins = self._pins
         with self._txn.cursor(db=self._databases.order) as cursor:
             for sequence, value in cursor.iternext():
@@ -167,43 +175,17 @@ class CatalogTxn:
             raise CatalogDamagedError("order names a key without a record")
         for _ in map(partial(self._txn.delete, db=self._databases.order), sequences):
             pass
-        self._free(decode_records(values))  # type: ignore[arg-type]
-        self.evicted.extend(map(OffloadKey, keys))
-        self.space.state.evicted_count += len(keys)
-        return len(keys)
-
-    def begin_epoch(self, namespace: Namespace, manifest_json: bytes) -> None:
-        """Enter a namespace that only this owner asks for."""
-        self._txn.put(namespace, manifest_json, db=self._databases.namespaces)
-        owner = self.space.owner.to_bytes(OWNER_BYTES, "little")
-        self._txn.put(namespace, owner, db=self._databases.epochs)
-
-    def dead_epochs(self, is_dead: Callable[[int], bool]) -> list[Namespace]:
-        """Return the namespaces whose only owner is dead."""
-        with self._txn.cursor(db=self._databases.epochs) as cursor:
-            return [
-                Namespace(bytes(namespace))
-                for namespace, owner in cursor
-                if is_dead(int.from_bytes(owner, "little"))
-            ]
-
-    def forget_namespace(self, namespace: Namespace, count_max: int) -> bool:
-        """Remove up to `count_max` records of a namespace; say whether there may be more.
-
-        An epoch without records is over.
-        """
-        keys: list[OffloadKey] = []
-        with self._txn.cursor(db=self._databases.records) as cursor:
-            if cursor.set_range(namespace):
-                for key in cursor.iternext(keys=True, values=False):
-                    if key[:NAMESPACE_BYTES] != namespace or len(keys) == count_max:
-                        break
-                    keys.append(OffloadKey(key))
-        self.remove(keys)
-        has_more = len(keys) == count_max
-        if not has_more and self._txn.delete(namespace, db=self._databases.epochs):
-            self._txn.delete(namespace, db=self._databases.namespaces)
-        return has_more
+        self._dropped_count += len(keys)
+        records = decode_records(values)  # type: ignore[arg-type]
+        if self.floors:
+            living = self.floors.living(keys, records)
+            keys = [keys[index] for index in np.flatnonzero(living).tolist()]
+            records = records[living]
+        if keys:
+            self._free(records)
+            self.evicted.extend(map(OffloadKey, keys))
+            self.space.state.evicted_count += len(keys)
+        return len(sequences)
 
     def adopt_dead(
         self, is_dead: Callable[[int], bool], *, with_idle_releases: bool = False
@@ -217,34 +199,56 @@ class CatalogTxn:
         Returns:
             The releases that have to be repeated, by id.
         """
-        verdicts: dict[int, bool] = {}
+        verdicts: dict[int, bool] = {self.space.owner: False}
 
         def judge(owner: int) -> bool:
             if owner not in verdicts:
-                verdicts[owner] = owner != self.space.owner and is_dead(owner)
+                verdicts[owner] = is_dead(owner)
             return verdicts[owner]
 
+        self.namespaces.leave_dead(judge)
         releases = []
-        for pending_id, row in self.space.all_pending():
+        for pending_id, row in self.space.pending.all():
             if len(row.extents):
                 if judge(row.owner):
-                    self.space.remove_pending(pending_id)
-                    self.space.free_extents(row.extents)
+                    self.space.pending.remove(pending_id)
+                    self.space.free_extents(self.space.end_writing(row.extents))
             elif judge(row.owner) or (with_idle_releases and row.owner != self.space.owner):
                 row.owner = self.space.owner
-                self.space.put_pending(pending_id, row)
+                self.space.pending.put(pending_id, row)
                 releases.append((pending_id, row))
         for segment, segment_row in self.space.all_segments():
-            if segment_row.is_active and judge(segment_row.owner):
+            if segment_row.state == SegmentState.ACTIVE and judge(segment_row.owner):
                 # Never appended to: its file may be missing, and would be preallocated anew
                 # although pages of it were given back.
                 self.space.close_segment(segment)
                 self.space.trim_segment(segment)
         return releases
 
-    def _present(self, keys: list[OffloadKey]) -> list[OffloadKey]:
-        values = map(partial(self._txn.get, db=self._databases.records), keys)
-        return list(compress(keys, values))
+    def sweep(self, sweep: Sweep) -> Sweep:
+        """Remove some garbage; return how far the pass has come once this is committed."""
+        return sweep.step(self._txn, self._databases, self.floors)
+
+    def _find(self, keys: Sequence[OffloadKey]) -> tuple[list[OffloadKey], RowArray]:
+        """Return the keys that have a record, and the records."""
+        values = list(map(partial(self._txn.get, db=self._databases.records), keys))
+        found = [key for key, value in zip(keys, values, strict=True) if value is not None]
+        records = decode_records([value for value in values if value is not None])
+        if found and self.floors:
+            living = self.floors.living(found, records)
+            return [found[i] for i in np.flatnonzero(living).tolist()], records[living]
+        return found, records
+
+    def _without_records(self, keys: Sequence[OffloadKey], indices: list[int]) -> list[int]:
+        """Leave out what another process has recorded; remove garbage under the other keys."""
+        get = partial(self._txn.get, db=self._databases.records)
+        values = {index: value for index in indices if (value := get(keys[index])) is not None}
+        if not values:
+            return indices
+        garbage = {i: v for i, v in values.items() if self.floors and self.floors.hide(keys[i], v)}
+        if garbage:
+            self._delete_order(decode_records(list(garbage.values())))
+        return [index for index in indices if index not in values or index in garbage]
 
     def _publish(self, keys: Sequence[bytes], records: RowArray) -> None:
         """Write records at the young end, the first becoming the oldest of them."""
@@ -271,5 +275,5 @@ class CatalogTxn:
 
     def _free(self, records: RowArray) -> None:
         places = records["place"]
+        self.space.count_out(places)
         self.space.free_places(places)
-        self.space.state.payload_bytes -= int(places["payload_bytes"].sum(dtype=np.int64))

@@ -7,7 +7,7 @@ one transaction; tickets, waiting requests and events change only after it commi
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 
 from tierstore.clock import Clock
@@ -15,11 +15,10 @@ from tierstore.errors import (
     BackendCorruptError,
     BackendError,
     BackendFullError,
-    BackendMapFullError,
     CatalogDamagedError,
     CatalogError,
 )
-from tierstore.key import Namespace, OffloadKey
+from tierstore.key import NAMESPACE_BYTES, OffloadKey
 from tierstore.tier.catalog import Catalog
 from tierstore.tier.catalog_messages import (
     BeginEpoch,
@@ -28,6 +27,7 @@ from tierstore.tier.catalog_messages import (
     Evict,
     ForgetNamespace,
     Freed,
+    Leave,
     Operation,
     Placed,
     Refused,
@@ -35,10 +35,12 @@ from tierstore.tier.catalog_messages import (
     RemoveKeys,
     RequestPlaces,
     SecondaryEvent,
+    SweepGarbage,
     TouchKeys,
 )
 from tierstore.tier.catalog_schema import PendingRow
-from tierstore.tier.catalog_txn import EVICT_COUNT_MAX, CatalogTxn, Ticket
+from tierstore.tier.catalog_txn import CatalogTxn, Ticket
+from tierstore.tier.sweep import Sweep
 from tierstore.transfer import FailureReason, PageRun, Place
 
 __all__ = ["CatalogWriter"]
@@ -50,7 +52,11 @@ _WAITING_MAX = 1024
 _SYNC_SECONDS = 5.0
 _STARVATION_SECONDS = 1.0
 """A request that waits longer takes over the releases of other processes, which may be idle."""
-_RELIEF_STEP = 4
+_ADOPT_SECONDS = 5.0
+"""Between two looks whether others who share the path, and its capacity, are dead."""
+_HOLD_SECONDS = 2.0
+"""Requests wait so long for a reader that has stopped, and are refused as long as it stays so."""
+_OVER_EVICT_MIN = 8
 
 
 class CatalogWriter:
@@ -70,7 +76,11 @@ class CatalogWriter:
         self._tickets: dict[int, Ticket] = {}
         self._writing: set[OffloadKey] = set()
         self._retained: list[Operation] = []
-        self._record_count_max = catalog.geometry.record_count_max
+        self._answered: set[int] = set()
+        """Tickets whose commit is retained, but was answered when it failed."""
+        self._sweep: Sweep | None = None
+        self._held_since: float | None = None
+        self._adopted_at = clock.seconds()
         self._first_waiting: int | None = None
         self._waits_since = 0.0
         self._needs_sync = False
@@ -83,29 +93,36 @@ class CatalogWriter:
         for batch in _batches([*retained, *operations]):
             if isinstance(batch[0], ForgetNamespace):
                 self._forget(batch[0])
+            elif isinstance(batch[0], SweepGarbage):
+                self._sweep_step()
+            elif self._catalog.is_outgrowing():
+                self._hold_back(batch)
             else:
+                self._held_since = None
                 self._apply_batch(batch)
         if self._needs_sync and self._clock.seconds() - self._synced_at >= _SYNC_SECONDS:
             self.sync()
 
-    def recover(self) -> list[Namespace]:
-        """Adopt what dead owners left, and make room if the capacity shrank.
+    @property
+    def has_garbage(self) -> bool:
+        """Whether there are rows of forgotten namespaces to sweep."""
+        return self._sweep is not None
 
-        Returns:
-            Namespaces to forget: epochs of dead owners, whose records nobody will ever ask for.
-        """
-        epochs: list[Namespace] = []
+    def recover(self) -> None:
+        """Adopt what dead owners left, and make room if the capacity shrank."""
         try:
             with self._catalog.transaction(self._pins) as work:
-                epochs = work.dead_epochs(self._catalog.is_owner_dead)
+                work.namespaces.forget_dead_epochs(self._catalog.is_owner_dead)
                 releases = work.adopt_dead(self._catalog.is_owner_dead)
+                work.namespaces.forget_unused()
                 freed = work.space.emit()
+                floors = work.floors.all()
         except (BackendError, CatalogError) as error:
             self._log("recovery failed", error)
         else:
+            self._sweep = Sweep(floors) if floors else None
             self.events.extend(_freed(release) for release in [*releases, freed] if release)
         self.handle([Evict()])
-        return epochs
 
     def sync(self) -> None:
         """Flush what was committed to the device."""
@@ -117,21 +134,42 @@ class CatalogWriter:
         self._synced_at = self._clock.seconds()
 
     def _apply_batch(self, batch: Sequence[Operation]) -> None:
-        try:
+        has_more = True
+        while has_more:
             try:
                 has_more = self._transact(batch)
-            except BackendMapFullError as error:
-                self._log("catalog full, evicting", error)
-                self._relieve()
-                has_more = self._transact(batch)
-            while has_more:
-                has_more = self._transact(())
-        except (BackendError, CatalogError) as error:
-            self._log("catalog write failed", error)
-            self._give_up(batch, error)
+            except (BackendError, CatalogError) as error:
+                self._log("catalog write failed", error)
+                self._give_up(batch, error)
+                return
+            batch = ()  # it was committed and answered: what fails from now on is the eviction
 
-    def _transact(self, batch: Sequence[Operation]) -> bool:
-        """Apply a batch, place what waits, evict ahead; say whether more must be evicted."""
+    def _hold_back(self, batch: Sequence[Operation]) -> None:
+        """Do what cannot wait of a batch, for each transaction makes the file larger for good.
+
+        Uses of records are dropped. Requests wait, and are refused if that takes long: evicting
+        would not make the file smaller.
+        """
+        now = self._clock.seconds()
+        if self._held_since is None:
+            self._held_since = now
+            _logger.warning(
+                "a reader of the catalog has stopped, nothing more is stored until it goes on"
+            )
+        self.waiting.extend(op for op in batch if isinstance(op, RequestPlaces))
+        necessary = [op for op in batch if not isinstance(op, RequestPlaces | TouchKeys | Evict)]
+        if necessary:
+            try:
+                self._transact(necessary, is_held_back=True)
+            except (BackendError, CatalogError) as error:
+                self._log("catalog write failed", error)
+                self._give_up(necessary, error)
+        if now - self._held_since >= _HOLD_SECONDS or len(self.waiting) > _WAITING_MAX:
+            while self.waiting:
+                self.events.append(Refused(self.waiting.popleft().ticket, FailureReason.FULL))
+
+    def _transact(self, batch: Sequence[Operation], *, is_held_back: bool = False) -> bool:
+        """Apply a batch, place what waits, evict ahead; return whether more must be evicted."""
         closed: list[int] = []
         opened: dict[int, Ticket] = {}
         waiting = self.waiting.copy()
@@ -142,9 +180,12 @@ class CatalogWriter:
                     waiting.append(operation)
                 else:
                     self._apply(work, operation, closed)
-            self._place_waiting(work, waiting, closed, opened, events)
-            self._make_room(work, work.space.ahead_pages())
-            has_more = len(work.evicted) >= EVICT_COUNT_MAX
+            if not is_held_back:
+                events.extend(self._adopt_in_time(work))
+                self._place_waiting(work, waiting, closed, opened, events)
+                self._make_catalog_room(work, opened)
+                self._make_room(work, work.space.ahead_pages())
+            has_more = not (is_held_back or work.may_evict())
             freed = work.space.emit()
         for ticket_id in closed:
             self._writing.difference_update(self._tickets.pop(ticket_id).keys)
@@ -154,7 +195,10 @@ class CatalogWriter:
         self.waiting = waiting
         if freed:
             events.append(_freed(freed, work.evicted))
-        self.events.extend([*map(Committed, closed), *events])
+        for ticket_id in closed:
+            self._answer_commit(ticket_id)
+        self._answered.difference_update(closed)
+        self.events.extend(events)
         self._needs_sync = True
         return has_more
 
@@ -172,7 +216,9 @@ class CatalogWriter:
             case ReleaseDone(release_id):
                 work.space.release(release_id)
             case BeginEpoch(namespace, manifest_json):
-                work.begin_epoch(namespace, manifest_json)
+                work.namespaces.begin_epoch(namespace, manifest_json)
+            case Leave():
+                work.namespaces.leave(work.space.owner)
             case _:
                 pass
 
@@ -191,16 +237,21 @@ class CatalogWriter:
         adopted = False
         while waiting:
             request = waiting[0]
-            missing = work.missing(request.keys)
-            keys = [k for k in missing if k not in fresh and (k in done or k not in self._writing)]
+            recorded = work.recorded(request.keys)
+            known = fresh.union(recorded)
+            keys = [
+                key
+                for key in dict.fromkeys(request.keys)
+                if key not in known and (key in done or key not in self._writing)
+            ]
             writing_count = len(self._writing) - len(done) + len(fresh)
             stride_pages = self._catalog.geometry.stride_pages(request.payload_bytes)
-            pages = work.space.charge_of(len(keys), stride_pages)
-            if pages is None or pages > self._catalog.space_pages():
+            namespace = request.keys[0][:NAMESPACE_BYTES] if request.keys else b""
+            pages = work.space.charge_of(namespace, len(keys), stride_pages)
+            if pages > work.space.budget.space_pages:
                 waiting.popleft()
                 events.append(Refused(request.ticket, FailureReason.FULL))
                 continue
-            self._make_record_room(work, len(keys) + writing_count)
             self._make_room(work, pages)
             if self._free_pages(work) < pages:
                 starves = self._starves(request.ticket)
@@ -217,6 +268,7 @@ class CatalogWriter:
                 events.append(Refused(request.ticket, FailureReason.FULL))
                 continue
             waiting.popleft()
+            work.touch(recorded[::-1])  # storing a chunk once more is a use of it, head last
             if not keys:
                 events.append(Placed(request.ticket, (), ()))
                 continue
@@ -226,7 +278,7 @@ class CatalogWriter:
             events.append(Placed(request.ticket, ticket.keys, places))
 
     def _starves(self, ticket: int) -> bool:
-        """Say whether the first waiting request has waited long for others' releases."""
+        """Return whether the first waiting request has waited long for others' releases."""
         now = self._clock.seconds()
         if self._first_waiting != ticket:
             self._first_waiting, self._waits_since = ticket, now
@@ -236,16 +288,16 @@ class CatalogWriter:
         return True
 
     def _can_wait(self, work: CatalogTxn, writing_count: int) -> bool:
-        """Say whether something may still free pages: a release, a write, an unpin."""
+        """Return whether something may still free pages: a release, a write, an unpin."""
         return bool(
             work.space.state.pending_pages
             or writing_count
-            or len(work.evicted) >= EVICT_COUNT_MAX
-            or (self._pins and work.record_count())
+            or not work.may_evict()
+            or (self._pins and work.space.state.record_count)
         )
 
     def _free_pages(self, work: CatalogTxn) -> int:
-        return self._catalog.space_pages() - work.space.state.charged_pages
+        return work.space.budget.space_pages - work.space.state.charged_pages
 
     def _make_room(self, work: CatalogTxn, pages: int) -> None:
         """Evict until `pages` of all ranks are free or will be when the releases are done."""
@@ -255,72 +307,58 @@ class CatalogWriter:
             if short <= 0 or not work.evict(-(-short // rank_count)):
                 return
 
-    def _make_record_room(self, work: CatalogTxn, count: int) -> None:
-        excess = work.record_count() + count - self._record_count_max
-        if excess > 0:
-            work.evict(0, excess)
+    def _make_catalog_room(self, work: CatalogTxn, opened: Mapping[int, Ticket]) -> None:
+        """Evict more records than come, while their rows take more than a catalog may have.
 
-    def _relieve(self) -> None:
-        """Evict an eighth of a catalog whose map is full.
-
-        The catalog is kept below the size that failed from now on. A full device is no reason:
-        what fills it may go again, and records with it would not make room for the catalog.
+        No more at once: pages of rows that went are free only when all on them have gone.
         """
-        self._catalog.forget_dead_readers()
-        evicted_count, wanted_count = 0, 1
+        if work.space.budget.is_catalog_over and self._sweep is None:
+            coming = sum(len(ticket.keys) for ticket in opened.values())
+            work.evict(0, max(_OVER_EVICT_MIN, 2 * coming))
 
-        def evict(work: CatalogTxn) -> bool:
-            nonlocal evicted_count, wanted_count
-            if not evicted_count:
-                wanted_count = work.record_count() // 8
-            step_count = work.evict(0, _RELIEF_STEP)
-            evicted_count += step_count
-            self._record_count_max = max(1, min(self._record_count_max, work.record_count()))
-            return step_count > 0 and evicted_count < wanted_count
-
-        self._shrink(evict)
-
-    def _shrink(self, step: Callable[[CatalogTxn], bool]) -> None:
-        """Repeat a small step while it answers True, in transactions that need few pages."""
-        has_more = True
-        while has_more:
-            with self._catalog.transaction(self._pins, spares_pages=False) as work:
-                has_more = step(work)
-                freed = work.space.emit()
-            if freed:
-                self.events.append(_freed(freed, work.evicted))
-            # What a transaction frees can be used from the next but one on.
-            for _ in range(2):
-                with self._catalog.transaction(spares_pages=False):
-                    pass
+    def _adopt_in_time(self, work: CatalogTxn) -> list[SecondaryEvent]:
+        """Adopt what owners left who died since the last look: their capacity holds no longer."""
+        now = self._clock.seconds()
+        is_alone = work.space.budget.owner_count <= 1
+        if is_alone or now - self._adopted_at < _ADOPT_SECONDS:
+            return []
+        self._adopted_at = now
+        return list(map(_freed, work.adopt_dead(self._catalog.is_owner_dead)))
 
     def _forget(self, operation: ForgetNamespace) -> None:
-        for ticket in self._tickets.values():
-            ticket.is_doomed = True
-        while self.waiting:
-            self.events.append(Refused(self.waiting.popleft().ticket, FailureReason.CLOSED))
+        """Forget a namespace in one transaction, however many records it has."""
+        namespace = operation.namespace
+        refused = [r for r in self.waiting if r.keys and r.keys[0].startswith(namespace)]
+        self.waiting = deque(request for request in self.waiting if request not in refused)
+        for request in refused:
+            self.events.append(Refused(request.ticket, FailureReason.CLOSED))
         try:
-            try:
-                self._remove_namespace(operation)
-            except BackendMapFullError as error:
-                self._log("catalog full, evicting", error)
-                self._catalog.forget_dead_readers()
-                namespace = operation.namespace
-                self._shrink(lambda work: work.forget_namespace(namespace, _RELIEF_STEP))
+            with self._catalog.transaction(self._pins) as work:
+                work.namespaces.forget(namespace)
+                freed = work.space.emit()
+                floors = work.floors.all()
         except (BackendError, CatalogError) as error:
             self._log("catalog write failed", error)
             self._give_up([operation], error)
-        else:
-            self.forgotten_count += 1
+            return
+        self.forgotten_count += 1
+        self._sweep = Sweep(floors)
+        self._needs_sync = True
+        if freed:
+            self.events.append(_freed(freed))
 
-    def _remove_namespace(self, operation: ForgetNamespace) -> None:
-        has_more = True
-        while has_more:
-            with self._catalog.transaction() as work:
-                has_more = work.forget_namespace(operation.namespace, EVICT_COUNT_MAX)
-                freed = work.space.emit()
-            if freed:
-                self.events.append(_freed(freed))
+    def _sweep_step(self) -> None:
+        if self._sweep is None or self._catalog.is_outgrowing():
+            return
+        try:
+            with self._catalog.transaction(self._pins) as work:
+                sweep = work.sweep(self._sweep)
+        except (BackendError, CatalogError) as error:
+            self._log("sweep failed", error)
+            self._sweep = None  # the next who opens the path goes on
+            return
+        self._sweep = None if sweep.is_over else sweep
+        self._needs_sync = True
 
     def _give_up(self, batch: Sequence[Operation], error: Exception) -> None:
         """Answer requests with a refusal; keep what must not be lost for the next batch.
@@ -337,17 +375,24 @@ class CatalogWriter:
         for operation in batch:
             match operation:
                 case CommitTicket(ticket_id):
-                    self.events.append(Committed(ticket_id))
+                    self._answer_commit(ticket_id)
+                    self._answered.add(ticket_id)
                     if not is_damage:
                         self._retained.append(CommitTicket(ticket_id, None))
-                    elif ticket := self._tickets.pop(ticket_id, None):
-                        self._writing.difference_update(ticket.keys)
+                    else:
+                        self._answered.discard(ticket_id)
+                        if ticket := self._tickets.pop(ticket_id, None):
+                            self._writing.difference_update(ticket.keys)
                 case ForgetNamespace() | BeginEpoch():
                     self._retained.append(operation)
                 case ReleaseDone() if not is_damage:
                     self._retained.append(operation)
                 case _:
                     pass
+
+    def _answer_commit(self, ticket_id: int) -> None:
+        if ticket_id not in self._answered:
+            self.events.append(Committed(ticket_id))
 
     def _log(self, event: str, error: Exception) -> None:
         cause = f"{event} {type(error).__name__}"
@@ -357,11 +402,17 @@ class CatalogWriter:
 
 
 def _batches(operations: Iterable[Operation]) -> Iterable[list[Operation]]:
-    """Cut operations into transactions of bounded size; a `ForgetNamespace` stands alone."""
+    """Cut operations into transactions of bounded size; what is one by itself stands alone.
+
+    Garbage is swept by an idle writer alone.
+    """
     batch: list[Operation] = []
     key_count = 0
+    operations = list(operations)
     for operation in operations:
-        if isinstance(operation, ForgetNamespace):
+        if isinstance(operation, SweepGarbage) and len(operations) > 1:
+            continue
+        if isinstance(operation, ForgetNamespace | SweepGarbage):
             if batch:
                 yield batch
             yield [operation]

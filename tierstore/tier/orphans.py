@@ -1,4 +1,4 @@
-"""Payload that no row names: what a catalog that is started anew finds below its path."""
+"""Payload that no row names: of a catalog that is no more, or of a process taken for dead."""
 
 from collections.abc import Mapping
 
@@ -7,6 +7,7 @@ from tierstore.tier.catalog_schema import (
     Databases,
     PendingRow,
     SegmentRow,
+    SegmentState,
     StateRow,
     segment_key,
     wide_key,
@@ -14,6 +15,7 @@ from tierstore.tier.catalog_schema import (
 
 __all__ = ["release_orphans"]
 
+_NO_NAMESPACE = bytes(8)
 _NOBODY = 0
 """An owner who never lives: whoever recovers next takes over what is his."""
 
@@ -21,10 +23,17 @@ _NOBODY = 0
 def release_orphans(
     txn: Transaction, databases: Databases, state: StateRow, segments: Mapping[int, int]
 ) -> None:
-    """Charge segments, given with their pages on one rank, and let them be released whole.
+    """Charge the segments without a row, and let them be released whole.
 
-    Until every rank has given them back they count against the capacity, as all that is evicted.
+    `segments` are those below the path, listed before this transaction began, with their pages on
+    one rank. Until every rank has given them back they count against the capacity, as all that is
+    evicted. One that was given back since it was listed is given back again.
     """
+    segments = {
+        segment: pages
+        for segment, pages in segments.items()
+        if txn.get(segment_key(segment), db=databases.segments) is None
+    }
     if not segments:
         return
     for segment, pages in segments.items():
@@ -32,7 +41,8 @@ def release_orphans(
             _NOBODY,
             state.rank_count,
             page_count=pages,
-            is_active=0,
+            namespace=_NO_NAMESPACE,
+            state=SegmentState.CLOSED,
             next_page=pages,
             charged_pages=pages,
             pending_pages=pages,
@@ -44,4 +54,4 @@ def release_orphans(
     pending = PendingRow(_NOBODY, empty_segments=sorted(segments))
     txn.put(wide_key(state.next_pending), pending.pack(), db=databases.pending)
     state.next_pending += 1
-    state.next_segment = max(segments) + 1
+    state.next_segment = max(state.next_segment, max(segments) + 1)

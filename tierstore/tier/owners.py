@@ -1,60 +1,99 @@
-"""Who shares a path: one locked file per live process, `owners/<id>.lock`.
+"""Who shares a path: one file per owner, `owners/<id>.lock`, locked as long as anyone acts for him.
 
-The kernel drops the lock when its process dies, however it dies. An id is never used twice, and an
-owner has rows in the catalog only while its file is locked or after its death.
+An owner is a process with a control plane, together with the data planes of its ranks, which may
+outlive it. Each holds a shared lock; who can have the exclusive one finds nobody left. The kernel
+drops a lock when its process dies, however it dies. An id is never used twice, and an owner has
+rows in the catalog only while his file is locked or after his death.
 """
 
 import fcntl
 import os
+import threading
+import time
 import weakref
-from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Self
 
 from tierstore.errors import CatalogError
 
-__all__ = ["OwnerLock", "forget_owner_files", "is_owner_dead"]
+__all__ = ["OwnerLock", "OwnerLocks", "bury_dead", "is_owner_dead"]
 
+_JOIN_ATTEMPTS = 50
+_JOIN_PAUSE_SECONDS = 0.01
+"""Somebody who looks whether an owner is dead has his lock for a moment."""
 
 _held: "weakref.WeakSet[OwnerLock]" = weakref.WeakSet()
 
 
 class OwnerLock:
-    """The lock of one live owner; taken inside a write transaction, lest it be judged too early.
+    """One of the locks of a live owner.
 
     It is not passed on by a fork: the kernel would keep it as long as the child has a copy of the
     descriptor, and the child's `close` would make a living parent look dead.
     """
 
-    def __init__(self, directory: Path, owner: int) -> None:
-        """Create and lock the file.
-
-        Raises:
-            CatalogError: the directory cannot be written.
-        """
+    def __init__(self, path: Path, owner: int, descriptor: int) -> None:
+        """Take over a descriptor that holds the lock; use `create` or `join`."""
         self.owner = owner
-        self._path = _lock_path(directory, owner)
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise CatalogError(f"{self._path}: {error}; make the tier's path writable") from error
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(self._descriptor)
-            raise CatalogError(
-                f"{self._path}: {error}; put the tier on a file system that can lock files, and "
-                "stop the process that has locked this one"
-            ) from error
+        self._path = path
+        self._descriptor = descriptor
         _held.add(self)
         _watch_forks()
 
+    @classmethod
+    def create(cls, directory: Path, owner: int) -> Self:
+        """Create and lock the file, inside a write transaction, lest it be judged too early.
+
+        Raises:
+            CatalogError: the directory cannot be written, or the file is locked.
+        """
+        path = _lock_path(directory, owner)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise CatalogError(f"{path}: {error}; make the tier's path writable") from error
+        try:
+            # Nobody else may have it now: ranks of an owner with this id, of a catalog that is no
+            # more, would write what is not accounted for.
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        except OSError as error:
+            os.close(descriptor)
+            raise CatalogError(
+                f"{path}: {error}; put the tier on a file system that can lock files, and stop the "
+                "process that has locked this one"
+            ) from error
+        return cls(path, owner, descriptor)
+
+    @classmethod
+    def join(cls, directory: Path, owner: int) -> Self | None:
+        """Lock the file of a live owner, too; None: he is dead, or cannot be joined."""
+        path = _lock_path(directory, owner)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return None
+        for _ in range(_JOIN_ATTEMPTS):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:
+                time.sleep(_JOIN_PAUSE_SECONDS)
+                continue
+            if os.fstat(descriptor).st_nlink == 0:  # buried between the two calls
+                break
+            return cls(path, owner, descriptor)
+        os.close(descriptor)
+        return None
+
     def close(self) -> None:
-        """Remove the file and its lock; idempotent."""
+        """Give up the lock, and remove the file if nobody else holds it; idempotent."""
         if self._descriptor >= 0:
-            with suppress(OSError):  # left to the next opener
+            # Left to the next opener otherwise: a rank may write on.
+            with suppress(OSError):
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self._path.unlink(missing_ok=True)
             self.leave_to_parent()
 
@@ -63,6 +102,38 @@ class OwnerLock:
         os.close(self._descriptor)
         self._descriptor = -1
         _held.discard(self)
+
+
+class OwnerLocks:
+    """The locks that a data plane holds, one for each owner whose commands it carries out."""
+
+    def __init__(self, tier_path: Path) -> None:
+        self._tier_path = tier_path
+        self._lock = threading.Lock()
+        self._locks: dict[int, OwnerLock] = {}
+
+    def hold(self, owner: int) -> bool:
+        """Return whether the owner lives, and let him live until `close`; thread-safe.
+
+        False: somebody may have taken over his places, so nothing may be written there. Where no
+        catalog lies below the path it is of another machine, and nobody shares it here.
+        """
+        with self._lock:
+            if owner in self._locks:
+                return True
+            if not (self._tier_path / "catalog").exists():
+                return True
+            lock = OwnerLock.join(self._tier_path / "owners", owner)
+            if lock is not None:
+                self._locks[owner] = lock
+            return lock is not None
+
+    def close(self) -> None:
+        """Give up all locks; idempotent."""
+        with self._lock:
+            for lock in self._locks.values():
+                lock.close()
+            self._locks.clear()
 
 
 @cache
@@ -76,15 +147,18 @@ def _leave_all_to_parent() -> None:
 
 
 def is_owner_dead(directory: Path, owner: int) -> bool:
-    """Say whether nobody holds the lock of an owner."""
+    """Return whether nobody acts for an owner; his file is removed then, so nobody ever will."""
+    path = _lock_path(directory, owner)
     try:
-        descriptor = os.open(_lock_path(directory, owner), os.O_RDWR | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return True
     except OSError:
-        return False  # unknown: leave its rows alone
+        return False  # unknown: leave his rows alone
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # While it is locked: who waits to join must find it gone.
+        path.unlink(missing_ok=True)
     except OSError:
         return False
     else:
@@ -93,14 +167,11 @@ def is_owner_dead(directory: Path, owner: int) -> bool:
         os.close(descriptor)
 
 
-def forget_owner_files(directory: Path, live: Iterable[int]) -> None:
+def bury_dead(directory: Path) -> None:
     """Remove the files of dead owners, inside a write transaction."""
-    spared = {_lock_path(directory, owner).name for owner in live}
     for path in directory.glob("*.lock"):
-        if path.name not in spared and path.stem.isdigit():
-            owner = int(path.stem)
-            if is_owner_dead(directory, owner):
-                path.unlink(missing_ok=True)
+        if path.stem.isdecimal():
+            is_owner_dead(directory, int(path.stem))
 
 
 def _lock_path(directory: Path, owner: int) -> Path:

@@ -9,7 +9,7 @@ from tierstore.clock import MonotonicClock
 from tierstore.config import SecondaryConfig
 from tierstore.errors import BackendError, CatalogError
 from tierstore.io_pool import Mailbox
-from tierstore.key import Namespace, OffloadKey
+from tierstore.key import OffloadKey
 from tierstore.manifest import Manifest
 from tierstore.tier.catalog import Catalog, SecondaryStats
 from tierstore.tier.catalog_messages import (
@@ -18,11 +18,13 @@ from tierstore.tier.catalog_messages import (
     Evict,
     ForgetNamespace,
     Freed,
+    Leave,
     Operation,
     ReleaseDone,
     RemoveKeys,
     RequestPlaces,
     SecondaryEvent,
+    SweepGarbage,
     TouchKeys,
 )
 from tierstore.tier.catalog_writer import CatalogWriter
@@ -62,7 +64,6 @@ class SecondaryTier:
         self._lookups = Lookups(self._look_up, name)
         self._touched: list[OffloadKey] = []
         self._touched_at = 0.0
-        self._forget_count = 0
         self._hidden_until = 0
         """Nothing is located before so many namespaces are forgotten."""
         self._is_closed = False
@@ -82,12 +83,15 @@ class SecondaryTier:
         """
         catalog = Catalog.open(config, manifest, rank_count=rank_count)
         tier = cls(catalog, manifest, f"{tier_idx}-{config.name}")
-        epochs = tier._writer.recover()
+        tier._writer.recover()
         tier._mailbox.open()
         tier._lookups.open()
-        for namespace in epochs:
-            tier._forget(namespace)
         return tier
+
+    @property
+    def owner(self) -> int:
+        """Whose places `Placed` names; the data planes hold him alive (`tier.owners`)."""
+        return self._catalog.owner
 
     @property
     def damage(self) -> str:
@@ -161,21 +165,18 @@ class SecondaryTier:
         self._mailbox.offer(RemoveKeys(tuple(keys)), _ADVICE_WAITING_MAX)
 
     def reset(self, manifest: Manifest) -> None:
-        """Make every record of this tier's manifest unreachable at once, and free them in time.
+        """Make every record of this tier's manifest unreachable at once, and free their bytes.
 
-        Requests that wait are refused; what is being written now will not be published. What comes
-        later is recorded under `manifest`: the same, or the next epoch of it.
+        One transaction, however many there are. Requests that wait are refused; what is being
+        written now will not be published. What comes later is recorded under `manifest`: the same,
+        or the next epoch of it.
         """
         self._lookups.reset()
-        self._forget(self._namespace)
-        self._hidden_until = self._forget_count
+        self._hidden_until += 1
+        self._put(ForgetNamespace(self._namespace))
         if manifest.namespace != self._namespace:
             self._namespace = manifest.namespace
             self._put(BeginEpoch(manifest.namespace, manifest.canonical_json))
-
-    def _forget(self, namespace: Namespace) -> None:
-        self._forget_count += 1
-        self._put(ForgetNamespace(namespace))
 
     def pin(self, keys: Sequence[OffloadKey]) -> None:
         """Keep this process from evicting records while they are read (counted)."""
@@ -203,9 +204,12 @@ class SecondaryTier:
         for event in polled:
             if isinstance(event, Freed):
                 self._lookups.forget(event.evicted)
-        if not polled and self._writer.waiting and self._mailbox.wait_idle(0):
-            # Another process may have given the bytes back that a request waits for.
-            self._put(Evict())
+        if not polled and self._mailbox.wait_idle(0):
+            if self._writer.waiting:
+                # Another process may have given the bytes back that a request waits for.
+                self._put(Evict())
+            elif self._writer.has_garbage:
+                self._put(SweepGarbage())
         return polled
 
     def has_messages(self) -> bool:
@@ -236,7 +240,7 @@ class SecondaryTier:
         if self._is_closed:
             return
         self._is_closed = True
-        self._put_touched()
+        self._put(Leave())
         if not (self._lookups.close(_CLOSE_SECONDS) and self._mailbox.close(_CLOSE_SECONDS)):
             _logger.error("catalog thread hangs: tier=%s; its device does not answer", self._name)
             return

@@ -5,11 +5,13 @@ records stay charged until every rank has given them back.
 """
 
 import numpy as np
+import numpy.typing as npt
 
 from tierstore.errors import CatalogDamagedError
 from tierstore.geometry import SpaceGeometry, segment_overhead_pages
-from tierstore.lmdb_env import Transaction
+from tierstore.lmdb_env import Database, Transaction
 from tierstore.record import EXTENT_RECORDS_MAX
+from tierstore.tier.budget import Budget
 from tierstore.tier.catalog_schema import (
     EXTENT_DTYPE,
     RUN_DTYPE,
@@ -18,15 +20,20 @@ from tierstore.tier.catalog_schema import (
     PendingRow,
     RowArray,
     SegmentRow,
+    SegmentState,
     StateRow,
     extent_key,
     segment_key,
     wide_key,
 )
+from tierstore.tier.pending import PendingRows
 
 __all__ = ["Space", "coalesce"]
 
 _STATE_KEY = b"state"
+
+_LMDB_AHEAD_SHARE = 64
+"""Part of the space that an lmdb tier keeps free, so that writes need not wait for evictions."""
 
 _EXTENT_PAGES_MAX = 1024
 """Longer extents of large records would be written and read by one thread while others idle."""
@@ -41,6 +48,8 @@ class Space:
         databases: Databases,
         geometry: SpaceGeometry,
         *,
+        file_pages: int,
+        map_pages: int,
         owner: int,
         active: int | None,
     ) -> None:
@@ -50,10 +59,15 @@ class Space:
         self.owner = owner
         self.active = active
         """The segment that this owner appends to; the caller keeps it between transactions."""
-        value = txn.get(_STATE_KEY, db=databases.state)
-        if value is None:
+        state = self.read_state(txn, databases)
+        if state is None:
             raise CatalogDamagedError("the state row is missing")
-        self.state = StateRow.unpack(value)
+        self.state = state
+        self.pending = PendingRows(txn, databases, state)
+        self.budget = Budget.measure(
+            txn, databases, geometry, state, file_pages=file_pages, map_pages=map_pages
+        )
+        self._stored_state = state.pack()
         self._segments: dict[int, SegmentRow | None] = {}
         self._extents: dict[int, ExtentRow | None] = {}
         self._freed: list[RowArray] = []
@@ -69,6 +83,12 @@ class Space:
         """Return the state row; None in a new catalog."""
         value = txn.get(_STATE_KEY, db=databases.state)
         return None if value is None else StateRow.unpack(value)
+
+    @staticmethod
+    def read_version(txn: Transaction, databases: Databases) -> int | None:
+        """Return the version of the rows, which all versions say first; None in a new catalog."""
+        value = txn.get(_STATE_KEY, db=databases.state)
+        return None if value is None else int.from_bytes(value[:8], "little")
 
     def segment(self, segment: int) -> SegmentRow:
         """Return the row of a segment, to be changed in place.
@@ -88,46 +108,35 @@ class Space:
             self._segments[segment] = None if value is None else SegmentRow.unpack(value)
         return self._segments[segment]
 
-    def new_segment_count(self, count: int, stride_pages: int) -> int | None:
-        """Return how many segments must be opened for `count` records; None: one is too large."""
-        per_segment = self._record_count(self._geometry.segment_pages, stride_pages)
-        if per_segment == 0:
-            return None
-        if self.active is not None:
-            row = self.segment(self.active)
-            count -= self._record_count(row.page_count - row.next_page, stride_pages)
-        return max(0, -(-count // per_segment))
-
-    def charge_of(self, count: int, stride_pages: int) -> int | None:
-        """Return the pages on all ranks that `count` records would cost now; None: impossible."""
-        segment_count = self.new_segment_count(count, stride_pages)
-        if segment_count is None:
-            return None
-        if self._geometry.charges_segments:
-            return segment_count * self.segment_charge()
-        return count * stride_pages * self._geometry.rank_count
-
-    def segment_charge(self) -> int:
-        """Return the pages on all ranks that a new segment costs."""
+    def charge_of(self, namespace: bytes, count: int, stride_pages: int) -> int:
+        """Return the pages on all ranks that `count` records would cost now."""
         if not self._geometry.charges_segments:
-            return 0
-        pages = self._geometry.segment_pages
-        return (pages + segment_overhead_pages(pages)) * self._geometry.rank_count
+            return count * stride_pages * self._geometry.rank_count
+        segment_pages = self._new_segment_pages(stride_pages)
+        active = self._usable(namespace)
+        if active is not None:
+            count -= self._record_count(active.page_count - active.next_page, stride_pages)
+        segment_count = -(-max(0, count) // self._record_count(segment_pages, stride_pages))
+        return segment_count * self._segment_charge(segment_pages)
 
     def ahead_pages(self) -> int:
         """Return the pages on all ranks that should be free, so that the next writes do not wait.
 
         Grows while the active segment fills: when it is full, there is room for the next.
         """
+        share_pages = self._geometry.share_pages(
+            self.budget.capacity_bytes, self.budget.owner_count
+        )
         if not self._geometry.charges_segments:
-            return self._geometry.ahead_pages * self._geometry.rank_count
-        if self.active is None:
-            return self.segment_charge()
-        row = self.segment(self.active)
+            return self.budget.space_pages // _LMDB_AHEAD_SHARE
+        row = None if self.active is None else self.find_segment(self.active)
+        if row is None or row.state != SegmentState.ACTIVE:
+            return self._segment_charge(share_pages)
         overhead = segment_overhead_pages(row.page_count)
-        return min(self.segment_charge(), (row.next_page + overhead) * row.rank_count)
+        next_charge = self._segment_charge(min(row.page_count, share_pages))
+        return min(next_charge, (row.next_page + overhead) * row.rank_count)
 
-    def allocate(self, count: int, stride_pages: int) -> RowArray:
+    def allocate(self, namespace: bytes, count: int, stride_pages: int) -> RowArray:
         """Lay out `count` records in as few extents as possible (`EXTENT_DTYPE`) and charge them.
 
         The caller has made sure that `charge_of` fits.
@@ -135,14 +144,15 @@ class Space:
         extents = []
         while count:
             fit = 0
-            if self.active is not None:
-                row = self.segment(self.active)
+            row = self._usable(namespace)
+            if row is not None:
                 room = row.page_count - row.next_page - self._geometry.header_pages
                 fit = min(count, _extent_records_max(stride_pages), max(0, room) // stride_pages)
-            if self.active is None or fit == 0:
-                self._open_segment()
+            if row is None or fit == 0:
+                self._open_segment(namespace, self._new_segment_pages(stride_pages))
                 continue
             extents.append((self.active, row.next_page, stride_pages, fit))
+            row.writing_count += 1
             pages = self._geometry.header_pages + fit * stride_pages
             row.next_page += pages
             row.held_pages += pages
@@ -152,14 +162,42 @@ class Space:
             count -= fit
         return np.array(extents, EXTENT_DTYPE)
 
-    def add_extent(self, extent: RowArray) -> None:
-        """Make a written extent known with all its records; failed ones are freed afterwards."""
-        key = extent_key(int(extent["segment"]), int(extent["header_page"]))
-        count = int(extent["count"])
-        self._extents[key] = ExtentRow(count, count, int(extent["stride_pages"]))
+    def end_writing(self, extents: RowArray) -> RowArray:
+        """Note that extents are not being written any more; return those in living segments.
+
+        A dead segment goes when the last of them has ended.
+        """
+        living: npt.NDArray[np.bool_] = np.ones(len(extents), bool)
+        for index, segment in enumerate(extents["segment"].tolist()):
+            row = self.segment(segment)
+            if row.writing_count == 0:
+                raise CatalogDamagedError(f"segment {segment} is not being written")
+            row.writing_count -= 1
+            if row.state == SegmentState.DEAD:
+                living[index] = False
+                self._shrunk.add(segment)
+        kept: RowArray = extents[living]
+        return kept
+
+    def add_extents(self, extents: RowArray) -> None:
+        """Make written extents known with all their records; failed ones are freed afterwards."""
+        for extent in extents:
+            key = extent_key(int(extent["segment"]), int(extent["header_page"]))
+            count = int(extent["count"])
+            self._extents[key] = ExtentRow(count, count, int(extent["stride_pages"]))
+
+    def count_in(self, places: RowArray) -> None:
+        """Count records that were published."""
+        self._count(places, 1)
+
+    def count_out(self, places: RowArray) -> None:
+        """Count records that are gone."""
+        self._count(places, -1)
 
     def free_extents(self, extents: RowArray) -> None:
         """Free whole extents that never became records."""
+        if not len(extents):
+            return
         runs = np.empty(len(extents), RUN_DTYPE)
         runs["segment"] = extents["segment"]
         runs["first_page"] = extents["header_page"]
@@ -194,7 +232,7 @@ class Space:
 
     def close_segment(self, segment: int) -> None:
         """Append no more to a segment. Its tail stays charged until `trim_segment`."""
-        self.segment(segment).is_active = 0
+        self.segment(segment).state = SegmentState.CLOSED
         self._shrunk.add(segment)
 
     def trim_segment(self, segment: int) -> None:
@@ -205,40 +243,36 @@ class Space:
         """
         row = self.segment(segment)
         tail = row.page_count - row.next_page
-        if not row.is_active and tail and self._geometry.charges_segments:
+        if row.state == SegmentState.CLOSED and tail and self._geometry.charges_segments:
             row.held_pages += tail
             row.next_page = row.page_count
             self._free(np.array([(segment, row.page_count - tail, tail)], RUN_DTYPE))
 
-    def add_pending(self, row: PendingRow) -> int:
-        """Store a pending row; return its id."""
-        pending_id = self.state.next_pending
-        self.state.next_pending += 1
-        self.put_pending(pending_id, row)
-        return pending_id
+    def kill_segments(self, namespace: bytes) -> None:
+        """Take all segments of a namespace, with their records, out of the tier. O(segments).
 
-    def put_pending(self, pending_id: int, row: PendingRow) -> None:
-        """Store a pending row under its id."""
-        self._txn.put(wide_key(pending_id), row.pack(), db=self._databases.pending)
-
-    def find_pending(self, pending_id: int) -> PendingRow | None:
-        """Return a pending row."""
-        value = self._txn.get(wide_key(pending_id), db=self._databases.pending)
-        return None if value is None else PendingRow.unpack(value)
-
-    def remove_pending(self, pending_id: int) -> None:
-        """Forget a pending row."""
-        self._txn.delete(wide_key(pending_id), db=self._databases.pending)
-
-    def all_pending(self) -> list[tuple[int, PendingRow]]:
-        """Return all pending rows, of all owners."""
-        with self._txn.cursor(db=self._databases.pending) as cursor:
-            return [(int.from_bytes(key, "big"), PendingRow.unpack(value)) for key, value in cursor]
+        Each is given back whole as soon as nobody writes to it.
+        """
+        for segment, found in self.all_segments():
+            if found.namespace != namespace:
+                continue
+            row = self.segment(segment)
+            is_going = row.state == SegmentState.CLOSED and not row.held_pages
+            if row.state == SegmentState.DEAD or is_going:
+                continue
+            self.state.record_count -= row.record_count
+            self.state.payload_bytes -= row.payload_bytes
+            row.record_count = row.payload_bytes = 0
+            row.state = SegmentState.DEAD
+            self._shrunk.add(segment)
 
     def all_segments(self) -> list[tuple[int, SegmentRow]]:
-        """Return the stored rows of all segments, to be read only."""
+        """Return the rows of all segments, to be read only."""
         with self._txn.cursor(db=self._databases.segments) as cursor:
-            return [(int.from_bytes(key, "big"), SegmentRow.unpack(value)) for key, value in cursor]
+            stored = {int.from_bytes(key, "big"): value for key, value in cursor}
+        rows = {s: SegmentRow.unpack(v) for s, v in stored.items() if s not in self._segments}
+        changed = {s: row for s, row in self._segments.items() if row is not None}
+        return sorted((rows | changed).items())
 
     def emit(self) -> tuple[int, PendingRow] | None:
         """Store what was freed since the last call as one pending row; None: nothing was."""
@@ -250,14 +284,14 @@ class Space:
         if not len(runs) and not empty:
             return None
         row = PendingRow(self.owner, runs=coalesce(runs), empty_segments=empty)
-        return self.add_pending(row), row
+        return self.pending.add(row), row
 
     def release(self, pending_id: int) -> None:
         """Uncharge what a pending row names: every rank has given it back."""
-        pending = self.find_pending(pending_id)
+        pending = self.pending.find(pending_id)
         if pending is None or len(pending.extents):
             return
-        self.remove_pending(pending_id)
+        self.pending.remove(pending_id)
         segments, inverse = np.unique(pending.runs["segment"], return_inverse=True)
         sums = np.bincount(inverse, weights=pending.runs["page_count"])
         for segment, pages in zip(segments.tolist(), sums.astype(np.int64).tolist(), strict=True):
@@ -276,13 +310,16 @@ class Space:
             self._store(self._databases.segments, segment_key(segment), segment_row)
         for key, extent_row in self._extents.items():
             self._store(self._databases.extents, wide_key(key), extent_row)
-        self.write_state(self._txn, self._databases, self.state)
+        if self.state.pack() != self._stored_state:  # else an idle transaction would write pages
+            self.write_state(self._txn, self._databases, self.state)
 
-    def _store(self, database: object, key: bytes, row: SegmentRow | ExtentRow | None) -> None:
+    def _store(self, database: Database, key: bytes, row: SegmentRow | ExtentRow | None) -> None:
         if row is None:
-            self._txn.delete(key, db=database)  # type: ignore[arg-type]
+            self._txn.delete(key, db=database)
         else:
-            self._txn.put(key, row.pack(), db=database)  # type: ignore[arg-type]
+            value = row.pack()
+            if value != self._txn.get(key, db=database):
+                self._txn.put(key, value, db=database)
 
     def _record_count(self, room_pages: int, stride_pages: int) -> int:
         """Return how many records fit into a run of pages, headers included."""
@@ -291,16 +328,48 @@ class Space:
         extent_count, rest = divmod(room_pages, header_pages + per_extent * stride_pages)
         return extent_count * per_extent + max(0, rest - header_pages) // stride_pages
 
-    def _open_segment(self) -> None:
-        if self.active is not None:
+    def _usable(self, namespace: bytes) -> SegmentRow | None:
+        """Return the active segment if it may take records of a namespace.
+
+        Not after a reset, of which another process may not even have heard.
+        """
+        row = None if self.active is None else self.find_segment(self.active)
+        if row is None or row.state != SegmentState.ACTIVE or row.namespace != namespace:
+            return None
+        return row
+
+    def _new_segment_pages(self, stride_pages: int) -> int:
+        budget = self.budget
+        return self._geometry.segment_pages(budget.capacity_bytes, budget.owner_count, stride_pages)
+
+    def _segment_charge(self, segment_pages: int) -> int:
+        pages = segment_pages + segment_overhead_pages(segment_pages)
+        return pages * self._geometry.rank_count
+
+    def _open_segment(self, namespace: bytes, page_count: int) -> None:
+        active = None if self.active is None else self.find_segment(self.active)
+        if self.active is not None and active is not None and active.state == SegmentState.ACTIVE:
             self.close_segment(self.active)
-        row = SegmentRow(self.owner, self._geometry.rank_count, self._geometry.segment_pages)
+        row = SegmentRow(self.owner, self._geometry.rank_count, page_count, namespace)
         if self._geometry.charges_segments:
             row.charged_pages = row.page_count + segment_overhead_pages(row.page_count)
         self.active = self.state.next_segment
         self.state.next_segment += 1
         self.state.charged_pages += row.charged_pages * row.rank_count
         self._segments[self.active] = row
+
+    def _count(self, places: RowArray, sign: int) -> None:
+        segments, inverse = np.unique(places["segment"], return_inverse=True)
+        counts = np.bincount(inverse).tolist()
+        payloads = np.bincount(inverse, weights=places["payload_bytes"]).astype(np.int64).tolist()
+        for segment, count, payload in zip(segments.tolist(), counts, payloads, strict=True):
+            row = self.segment(segment)
+            row.record_count += sign * count
+            row.payload_bytes += sign * payload
+            self.state.record_count += sign * count
+            self.state.payload_bytes += sign * payload
+            if row.record_count < 0 or row.payload_bytes < 0:
+                raise CatalogDamagedError(f"segment {segment} loses more records than it has")
 
     def _extent(self, key: int) -> ExtentRow:
         row = self._extents.get(key)
@@ -326,7 +395,11 @@ class Space:
     def _mark_empty(self, segment: int) -> bool:
         """Say whether a segment holds nothing any more; then all of it is pending."""
         row = self.segment(segment)
-        if row.is_active or row.held_pages:
+        if row.state == SegmentState.DEAD:
+            is_empty = not row.writing_count
+        else:
+            is_empty = row.state == SegmentState.CLOSED and not row.held_pages
+        if not is_empty:
             return False
         self._add_pending_pages(row, row.charged_pages - row.pending_pages)
         return True

@@ -1,0 +1,167 @@
+"""Who may open a catalog: its version, its kind, its identity; and what is entered of him."""
+
+import logging
+
+from tierstore.backend.inventory import stored_segments
+from tierstore.config import SecondaryConfig
+from tierstore.errors import (
+    CatalogDamagedError,
+    CatalogError,
+    ConfigError,
+    ManifestError,
+)
+from tierstore.geometry import SpaceGeometry
+from tierstore.lmdb_env import Transaction
+from tierstore.manifest import Manifest, namespace_of
+from tierstore.tier.budget import read_owners
+from tierstore.tier.catalog_check import verify_sums
+from tierstore.tier.catalog_schema import (
+    CATALOG_VERSION,
+    Databases,
+    OwnerRow,
+    StateRow,
+    segment_key,
+)
+from tierstore.tier.orphans import release_orphans
+from tierstore.tier.owners import OwnerLock, bury_dead, is_owner_dead
+from tierstore.tier.space import Space
+
+__all__ = ["enter_manifest", "enter_owner", "enter_state", "require_version"]
+
+_logger = logging.getLogger(__name__)
+
+_BACKENDS = ("file", "lmdb")
+
+
+def require_version(
+    txn: Transaction, databases: Databases, config: SecondaryConfig, *, is_suspect: bool
+) -> None:
+    """Refuse the rows of another version, whatever they say.
+
+    Raises:
+        CatalogError: they are of another version.
+        CatalogDamagedError: so it seems, in a file that `is_suspect`.
+    """
+    version = Space.read_version(txn, databases)
+    if version not in (None, CATALOG_VERSION):
+        if is_suspect:
+            raise CatalogDamagedError(f"the rows are of version {version}")
+        raise CatalogError(
+            f"{_where(config)} has a catalog of version {version}, this release writes version "
+            f"{CATALOG_VERSION}; remove the directory, it is rebuilt from nothing, or choose "
+            "another path"
+        )
+
+
+def enter_state(
+    txn: Transaction,
+    databases: Databases,
+    config: SecondaryConfig,
+    geometry: SpaceGeometry,
+    segments: dict[int, int],
+) -> StateRow:
+    """Return the state, compared with ours, with all `segments` that lie below the path charged.
+
+    Raises:
+        CatalogDamagedError: rows contradict each other.
+        ConfigError: the path belongs to another kind of tier.
+    """
+    backend = _BACKENDS.index(config.backend)
+    rank_count = geometry.rank_count
+    state = Space.read_state(txn, databases)
+    if state is None:
+        state = StateRow(CATALOG_VERSION, backend, rank_count)
+        if config.backend == "lmdb":
+            segments = stored_segments(config, geometry)
+        release_orphans(txn, databases, state, segments)
+        return state
+    verify_sums(txn, databases, state)
+    if state.backend != backend:
+        raise ConfigError(
+            f"{_where(config)} holds a tier with another backend than {config.backend!r}; "
+            "choose another path, or remove the directory"
+        )
+    if config.backend == "lmdb" and state.rank_count != rank_count:
+        raise ConfigError(
+            f"{_where(config)} was divided among {state.rank_count} ranks, not {rank_count}, which "
+            "an lmdb tier cannot change; choose another path, or remove the directory"
+        )
+    release_orphans(txn, databases, state, segments)
+    return state
+
+
+def enter_manifest(
+    txn: Transaction, databases: Databases, config: SecondaryConfig, manifest: Manifest
+) -> bool:
+    """Enter or compare our manifest; return whether the path held those of others alone.
+
+    Raises:
+        CatalogDamagedError: a manifest is stored under a namespace that is not its own.
+        ManifestError: the namespace is stored with another manifest.
+    """
+    stored = txn.get(manifest.namespace, db=databases.namespaces)
+    if stored is not None and namespace_of(stored) != manifest.namespace:
+        raise CatalogDamagedError("a manifest does not give its namespace")
+    if stored is None:
+        with txn.cursor(db=databases.namespaces) as cursor:
+            others = [bytes(json) for _, json in cursor]
+        difference = manifest.nearest_difference(others)
+        if difference is not None:
+            _logger.warning(
+                "chunks of the same model are stored under another identity and will not be "
+                "found: secondary=%s %s",
+                config.name,
+                difference,
+            )
+        txn.put(manifest.namespace, manifest.canonical_json, db=databases.namespaces)
+        return bool(others)
+    difference = manifest.difference(stored)
+    if difference is not None:
+        raise ManifestError(
+            f"{_where(config)} holds another manifest under the same namespace: {difference}; "
+            "choose another path, or remove the directory"
+        )
+    return False
+
+
+def enter_owner(
+    txn: Transaction,
+    databases: Databases,
+    config: SecondaryConfig,
+    manifest: Manifest,
+    state: StateRow,
+) -> OwnerLock:
+    """Become an owner: a locked file, and a row with what we are promised.
+
+    Raises:
+        CatalogError: the file cannot be made or locked.
+        ConfigError: an lmdb tier is open with another capacity.
+    """
+    directory = config.path / "owners"
+    bury_dead(directory)
+    for owner, row in read_owners(txn, databases).items():
+        if row.capacity_bytes == config.capacity_bytes or is_owner_dead(directory, owner):
+            continue
+        if config.backend == "lmdb":
+            raise ConfigError(
+                f"{_where(config)} is open with a capacity of {row.capacity_bytes} bytes, not "
+                f"{config.capacity_bytes}, which an lmdb tier cannot share; give all stores on one "
+                "path the same capacity"
+            )
+        _logger.warning(
+            "stores on one path have different capacities, the smallest counts as long as it is "
+            "open: secondary=%s ours=%d another=%d",
+            config.name,
+            config.capacity_bytes,
+            row.capacity_bytes,
+        )
+        break
+    lock = OwnerLock.create(directory, state.next_owner)
+    state.next_owner += 1
+    row = OwnerRow(manifest.namespace, config.capacity_bytes)
+    txn.put(segment_key(lock.owner), row.pack(), db=databases.owners)
+    return lock
+
+
+def _where(config: SecondaryConfig) -> str:
+    return f"secondary {config.name!r}: path {config.path}"
