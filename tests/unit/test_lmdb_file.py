@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tierstore import lmdb_file
 from tierstore.errors import BackendCorruptError
 from tierstore.lmdb_env import LmdbEnv
+from tierstore.lmdb_lock import library_lock
 
 ROOT = Path(__file__).parents[2]
 MAP_BYTES = 1 << 22
@@ -191,10 +191,8 @@ def test_the_library_of_another_process_waits_while_a_file_is_verified(path):
         "fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)"
     )
     command = [sys.executable, "-c", asks, path / "lock.mdb"]
-    with lmdb_file._alone(path) as is_alone:
-        assert is_alone
+    with library_lock(path, wait_seconds_max=0) as lock:
+        assert lock.is_alone
         refused = subprocess.run(command, capture_output=True, text=True, check=False)
         assert "BlockingIOError" in refused.stderr
-        with lmdb_file._alone(path) as is_second_alone:
-            assert not is_second_alone
     subprocess.run(command, check=True)
