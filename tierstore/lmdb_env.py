@@ -137,6 +137,7 @@ class LmdbEnv:
         self.process_id = os.getpid()
         self._reference_count = 0
         self._databases: dict[bytes, Database] = {}
+        self._file_ids = lmdb_file.file_ids(directory)
 
     @classmethod
     def open(
@@ -173,6 +174,9 @@ class LmdbEnv:
         lock = cls._lock_of(key)
         with lock:
             shared = cls._shared.get(key)
+            if shared is not None and not shared.is_of(directory):
+                # It was removed while it was open, and its number went to a new directory.
+                shared = None
             if shared is not None and shared.process_id != os.getpid():
                 raise BackendError(
                     f"{directory}: was open when this process was forked, and cannot be opened "
@@ -205,10 +209,15 @@ class LmdbEnv:
                 return
             self._reference_count -= 1
             if self._reference_count == 0:
-                del self._shared[self._key]
+                if self._shared.get(self._key) is self:
+                    del self._shared[self._key]
                 self._env.close()
-                if self._is_sealed:
+                if self._is_sealed and self.is_of(self.directory):
                     lmdb_file.seal(self.directory)
+
+    def is_of(self, directory: Path) -> bool:
+        """Return whether a directory still holds files of this environment."""
+        return bool(self._file_ids & lmdb_file.file_ids(directory))
 
     def distrust(self, cause: str) -> None:
         """Let the next one who has the environment for himself start anew: its rows are wrong."""

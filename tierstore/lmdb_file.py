@@ -21,9 +21,9 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from tierstore.errors import BackendError
 from tierstore.lmdb_image import find_damage
-from tierstore.lmdb_lock import library_lock, opening_lock, regular_file
+from tierstore.lmdb_lock import LIBRARY_LOCK_NAME, library_lock, opening_lock, regular_file
 
-__all__ = ["Admission", "admit", "distrust", "seal"]
+__all__ = ["Admission", "admit", "distrust", "file_ids", "seal"]
 
 _logger = logging.getLogger(__name__)
 
@@ -102,6 +102,16 @@ def distrust(directory: Path, cause: str) -> None:
     """Let the next process that has the files for itself start anew; never raises."""
     with suppress(OSError, BackendError):
         _write(directory / _DISTRUST, cause.encode()[:_CAUSE_BYTES_MAX] or b"?")
+
+
+def file_ids(directory: Path) -> set[tuple[int, int]]:
+    """Return device and inode of the library's files; of those that are there."""
+    found: set[tuple[int, int]] = set()
+    for name in (_DATA, LIBRARY_LOCK_NAME):
+        with suppress(OSError):
+            status = (directory / name).stat()
+            found.add((status.st_dev, status.st_ino))
+    return found
 
 
 def _fits(sealed: bytes, path: Path) -> bool | None:

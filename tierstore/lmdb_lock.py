@@ -31,7 +31,14 @@ from pathlib import Path
 
 from tierstore.errors import BackendError
 
-__all__ = ["LOCK_FILE_BYTES", "LibraryLock", "library_lock", "opening_lock", "regular_file"]
+__all__ = [
+    "LIBRARY_LOCK_NAME",
+    "LOCK_FILE_BYTES",
+    "LibraryLock",
+    "library_lock",
+    "opening_lock",
+    "regular_file",
+]
 
 _logger = logging.getLogger(__name__)
 
@@ -41,7 +48,8 @@ LOCK_FILE_BYTES = 16 << 10
 _FOREIGN_LOCK_FILE_BYTES_MAX = 1 << 20
 """Of a lock file that another program prepared, so much is given its blocks."""
 
-_OPENING, _LIBRARY = "opening.lock", "lock.mdb"
+LIBRARY_LOCK_NAME = "lock.mdb"
+_OPENING_LOCK_NAME = "opening.lock"
 _POLL_SECONDS = 0.01
 _PROCESS_ID_BYTES_MAX = 20
 
@@ -61,7 +69,7 @@ def opening_lock(directory: Path, *, wait_seconds_max: float) -> Iterator[None]:
         OSError: the file cannot be opened or locked.
     """
     deadline = time.monotonic() + wait_seconds_max
-    with _locked_file(directory / _OPENING) as descriptor:
+    with _locked_file(directory / _OPENING_LOCK_NAME) as descriptor:
         while not _try_flock(descriptor):
             if time.monotonic() >= deadline:
                 raise BackendError(
@@ -156,15 +164,15 @@ def library_lock(directory: Path, *, wait_seconds_max: float) -> Iterator[Librar
         OSError: the file cannot be opened or locked.
     """
     deadline = time.monotonic() + wait_seconds_max
-    with _locked_file(directory / _LIBRARY) as descriptor:
+    with _locked_file(directory / LIBRARY_LOCK_NAME) as descriptor:
         lock = LibraryLock(directory, descriptor)
         _require_own_process_id(directory, lock)
         while not lock.try_lock():
             if time.monotonic() >= deadline:
                 raise BackendError(
                     f"{directory}: could not be opened within {wait_seconds_max:g} s: another "
-                    f"program (process id {lock.holder_of(0)}) prepares {_LIBRARY}; end it if it "
-                    "is stuck"
+                    f"program (process id {lock.holder_of(0)}) prepares {LIBRARY_LOCK_NAME}; end "
+                    "it if it is stuck"
                 )
             time.sleep(_POLL_SECONDS)
         if lock.holder_of(0) == 0:

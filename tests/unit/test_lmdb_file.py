@@ -105,6 +105,21 @@ def test_any_bit_that_differs_from_what_was_left_raises_suspicion(path):
     assert (admission.damage, admission.is_suspect) == ("", True)
 
 
+def test_a_suspicion_survives_a_kill_and_concerns_all_who_come_before_it_is_settled(path):
+    content = (path / "data.mdb").read_bytes()
+    flip(path / "data.mdb", content.index(b"b" * 60))
+    for _ in range(2):
+        holder = start_holder(path)
+        try:
+            assert get(path)[0].is_suspect
+        finally:
+            holder.kill()
+            holder.communicate()
+    admission, _ = get(path)
+    assert (admission.damage, admission.is_suspect) == ("", True)
+    assert not get(path)[0].is_suspect
+
+
 def test_a_damaged_structure_starts_anew_sealed_or_not(path, caplog):
     for _ in range(2):
         flip(path / "data.mdb", root_page_at(path))
