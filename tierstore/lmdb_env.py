@@ -8,8 +8,10 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Self, TypeAlias
+from weakref import WeakValueDictionary
 
 import lmdb
 
@@ -22,9 +24,11 @@ from tierstore.errors import (
     ClosedError,
     TierStoreError,
 )
+from tierstore.lmdb_lock import opening_lock
 
 __all__ = [
     "ERRORS",
+    "OPENING_SECONDS_MAX",
     "Cursor",
     "Database",
     "LmdbEnv",
@@ -44,8 +48,15 @@ else:
     Cursor = lmdb.Cursor
     Database = lmdb._Database  # noqa: SLF001 - exported under this name only
 
+OPENING_SECONDS_MAX = 30.0
+"""An opener waits so long for others that verify and open the same environment."""
+
+_FileId: TypeAlias = tuple[int, int]
+"""Device and inode of a directory, whatever its path."""
+
 _READERS_MAX = 126
 _DATABASES_MAX = 16
+_FILE_MODE = 0o600
 _MAP_BYTES_MIN = 1 << 28
 """A smaller map is not tried where addresses are short."""
 
@@ -105,35 +116,47 @@ class LmdbEnv:
     for the parent's, and drop the parent's when the child closes.
     """
 
-    _shared: "dict[str, LmdbEnv]" = {}  # noqa: RUF012 - one registry per process
+    # One registry per process. Entries change under the lock of their directory.
+    _shared: ClassVar[dict[_FileId, "LmdbEnv"]] = {}
+    _locks: ClassVar[WeakValueDictionary[_FileId, threading.Lock]] = WeakValueDictionary()
     _registry_lock = threading.Lock()
 
     def __init__(
         self,
         directory: Path,
         env: lmdb.Environment,
-        key: str,
         admission: lmdb_file.Admission,
+        key: _FileId,
+        lock: threading.Lock,
     ) -> None:
         self.directory = directory
         self.admission = admission
         """What was found in its file when it was opened."""
         self._env = env
         self._key = key
+        self._lock = lock
         self._is_sealed = False
         self.process_id = os.getpid()
         self._reference_count = 0
         self._databases: dict[bytes, Database] = {}
+        self._file_ids = lmdb_file.file_ids(directory)
 
     @classmethod
     def open(
-        cls, directory: Path, *, map_bytes: int, readahead: bool = False, sealed: bool = False
+        cls,
+        directory: Path,
+        *,
+        map_bytes: int,
+        readahead: bool = False,
+        sealed: bool = False,
+        wait_seconds_max: float = OPENING_SECONDS_MAX,
     ) -> Self:
         """Open or create the environment below `directory`, which is made if needed.
 
         Its file is verified first, unless another process has it open; if it is damaged, it is
-        removed, and `admission` says why. With `sealed`, the last one to close it seals it: every
-        bit is verified then, and faster, for the price of reading the file once at the close.
+        removed, and `admission` says why. Openers take turns. With `sealed`, the last one to close
+        it seals it: every bit is verified then, and faster, for the price of reading the file once
+        at the close.
 
         `map_bytes` bounds the data file for good, or grows to its present size. It is halved as
         long as the process may not have so many addresses. Of several openers in one process the
@@ -141,36 +164,63 @@ class LmdbEnv:
         is for large values: without it the kernel reads them page by page.
 
         Raises:
-            BackendError: it cannot be opened; the message says what to do.
+            BackendError: it cannot be opened, or not within `wait_seconds_max`; the message says
+                what to do.
         """
-        with cls._registry_lock:
-            key = os.path.realpath(directory)
+        _watch_forks()
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            status = directory.stat()
+        except OSError as error:
+            raise BackendError(f"{directory}: {error}; make the path writable") from error
+        key = (status.st_dev, status.st_ino)
+        lock = cls._lock_of(key)
+        with lock:
             shared = cls._shared.get(key)
+            if shared is not None and not shared.is_of(directory):
+                # It was removed while it was open, and its number went to a new directory.
+                shared = None
             if shared is not None and shared.process_id != os.getpid():
                 raise BackendError(
                     f"{directory}: was open when this process was forked, and cannot be opened "
                     "here; start this process by spawn, or before its parent opens the path"
                 )
             if shared is None:
-                env, admission = _open_env(directory, map_bytes, readahead=readahead)
-                shared = cls._shared[key] = cls(directory, env, key, admission)
+                env, admission = _open_env(
+                    directory, map_bytes, readahead=readahead, wait_seconds_max=wait_seconds_max
+                )
+                shared = cls._shared[key] = cls(directory, env, admission, key, lock)
             shared._is_sealed |= sealed
             shared._reference_count += 1
             return shared  # type: ignore[return-value]
+
+    @classmethod
+    def _lock_of(cls, key: _FileId) -> threading.Lock:
+        """Return the lock of a directory: a stuck one must not stop those who use others."""
+        with cls._registry_lock:
+            lock = cls._locks.get(key)
+            if lock is None:
+                lock = cls._locks[key] = threading.Lock()
+            return lock
 
     def close(self) -> None:
         """Give one reference back; the last one closes the environment."""
         if self.process_id != os.getpid():
             return
-        with self._registry_lock:
+        with self._lock:
             if self._reference_count == 0:
                 return
             self._reference_count -= 1
             if self._reference_count == 0:
-                del self._shared[self._key]
+                if self._shared.get(self._key) is self:
+                    del self._shared[self._key]
                 self._env.close()
-                if self._is_sealed:
+                if self._is_sealed and self.is_of(self.directory):
                     lmdb_file.seal(self.directory)
+
+    def is_of(self, directory: Path) -> bool:
+        """Return whether a directory still holds files of this environment."""
+        return bool(self._file_ids & lmdb_file.file_ids(directory))
 
     def distrust(self, cause: str) -> None:
         """Let the next one who has the environment for himself start anew: its rows are wrong."""
@@ -178,11 +228,10 @@ class LmdbEnv:
 
     def database(self, name: bytes) -> Database:
         """Open or create one named database; its handle lives as long as the environment."""
-        with self._registry_lock:
+        with self._translated(), self._lock:
             handle = self._databases.get(name)
             if handle is None:
-                with self._translated():
-                    handle = self._databases[name] = self._env.open_db(name)
+                handle = self._databases[name] = self._env.open_db(name)
             return handle
 
     @contextmanager
@@ -262,19 +311,52 @@ class LmdbEnv:
             raise translate(error, self.directory) from error
 
 
+@cache
+def _watch_forks() -> None:
+    os.register_at_fork(after_in_child=_renew_locks)
+
+
+def _renew_locks() -> None:
+    """Forget the locks in a forked child: who held one did not come with it."""
+    LmdbEnv._registry_lock = threading.Lock()  # noqa: SLF001
+    LmdbEnv._locks = WeakValueDictionary()  # noqa: SLF001
+
+
 def _open_env(
-    directory: Path, map_bytes: int, *, readahead: bool
+    directory: Path, map_bytes: int, *, readahead: bool, wait_seconds_max: float
 ) -> tuple[lmdb.Environment, lmdb_file.Admission]:
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        admission = lmdb_file.admit(directory, map_bytes=map_bytes)
-        env = _open_mapped(directory, map_bytes, readahead=readahead)
-        env.reader_check()
+        with opening_lock(directory, wait_seconds_max=wait_seconds_max):
+            admission = lmdb_file.admit(
+                directory, map_bytes=map_bytes, wait_seconds_max=wait_seconds_max
+            )
+            return _open_library(directory, map_bytes, readahead=readahead), admission
     except lmdb.Error as error:
         raise translate(error, directory) from error
     except OSError as error:
         raise BackendError(f"{directory}: {error}; make the path writable") from error
-    return env, admission
+
+
+def _open_library(directory: Path, map_bytes: int, *, readahead: bool) -> lmdb.Environment:
+    """Open the environment, and read once: that takes the byte of our process id."""
+
+    env = _open_mapped(directory, map_bytes, readahead=readahead)
+    try:
+        if _has_readers(env, os.getpid()):
+            # Of a killed process with our process id: a container starts its processes with the
+            # same ones. Nobody would free its snapshots as long as we live, but the library does
+            # when it closes after a reading.
+            with env.begin():
+                pass
+            env.close()
+            env = _open_mapped(directory, map_bytes, readahead=readahead)
+        env.reader_check()
+        with env.begin():
+            pass
+    except BaseException:
+        env.close()
+        raise
+    return env
 
 
 def _open_mapped(directory: Path, map_bytes: int, *, readahead: bool) -> lmdb.Environment:
@@ -285,6 +367,7 @@ def _open_mapped(directory: Path, map_bytes: int, *, readahead: bool) -> lmdb.En
                 map_size=map_bytes,
                 max_dbs=_DATABASES_MAX,
                 max_readers=_READERS_MAX,
+                mode=_FILE_MODE,
                 sync=False,
                 metasync=False,
                 readahead=readahead,
@@ -294,3 +377,8 @@ def _open_mapped(directory: Path, map_bytes: int, *, readahead: bool) -> lmdb.En
             if map_bytes <= _MAP_BYTES_MIN:
                 raise
             map_bytes //= 2
+
+
+def _has_readers(env: lmdb.Environment, process_id: int) -> bool:
+    rows = env.readers().splitlines()[1:]  # behind the names of the columns
+    return any(int(row.split()[0]) == process_id for row in rows)

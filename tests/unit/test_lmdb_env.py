@@ -1,4 +1,7 @@
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,3 +25,32 @@ def test_a_device_without_room_is_an_error(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     with pytest.raises(BackendError, match="no space left"):
         LmdbEnv.open(tmp_path, map_bytes=1 << 20)
+
+
+def test_a_removed_environment_that_is_still_open_has_no_part_in_the_new_one(tmp_path: Path):
+    path = tmp_path / "tier"
+    old = LmdbEnv.open(path, map_bytes=1 << 20, sealed=True)
+    with old.write() as txn:
+        txn.put(b"key", b"old")
+    shutil.rmtree(path)
+    new = LmdbEnv.open(path, map_bytes=1 << 20, sealed=True)
+    assert new is not old
+    with new.write() as txn:
+        assert txn.get(b"key") is None
+    # It must not touch the lock file: that would drop the locks of the new one.
+    old.close()
+    assert not (path / "seal.bin").exists()
+    locked = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+b'), fcntl.LOCK_EX | 4, 1)"
+    command = [sys.executable, "-c", locked, path / "lock.mdb"]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 1
+    new.close()
+    assert (path / "seal.bin").exists()
+
+
+def test_the_directory_is_the_same_by_whatever_name(tmp_path: Path):
+    env = LmdbEnv.open(tmp_path / "tier", map_bytes=1 << 20)
+    (tmp_path / "tier").rename(tmp_path / "moved")
+    moved = LmdbEnv.open(tmp_path / "moved", map_bytes=1 << 20)
+    assert moved is env
+    moved.close()
+    env.close()

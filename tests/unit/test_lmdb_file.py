@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tierstore import lmdb_file
 from tierstore.errors import BackendCorruptError
 from tierstore.lmdb_env import LmdbEnv
+from tierstore.lmdb_lock import library_lock
 
 ROOT = Path(__file__).parents[2]
 MAP_BYTES = 1 << 22
@@ -105,6 +105,21 @@ def test_any_bit_that_differs_from_what_was_left_raises_suspicion(path):
     assert (admission.damage, admission.is_suspect) == ("", True)
 
 
+def test_a_suspicion_survives_a_kill_and_concerns_all_who_come_before_it_is_settled(path):
+    content = (path / "data.mdb").read_bytes()
+    flip(path / "data.mdb", content.index(b"b" * 60))
+    for _ in range(2):
+        holder = start_holder(path)
+        try:
+            assert get(path)[0].is_suspect
+        finally:
+            holder.kill()
+            holder.communicate()
+    admission, _ = get(path)
+    assert (admission.damage, admission.is_suspect) == ("", True)
+    assert not get(path)[0].is_suspect
+
+
 def test_a_damaged_structure_starts_anew_sealed_or_not(path, caplog):
     for _ in range(2):
         flip(path / "data.mdb", root_page_at(path))
@@ -191,10 +206,8 @@ def test_the_library_of_another_process_waits_while_a_file_is_verified(path):
         "fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)"
     )
     command = [sys.executable, "-c", asks, path / "lock.mdb"]
-    with lmdb_file._alone(path) as is_alone:
-        assert is_alone
+    with library_lock(path, wait_seconds_max=0) as lock:
+        assert lock.is_alone
         refused = subprocess.run(command, capture_output=True, text=True, check=False)
         assert "BlockingIOError" in refused.stderr
-        with lmdb_file._alone(path) as is_second_alone:
-            assert not is_second_alone
     subprocess.run(command, check=True)

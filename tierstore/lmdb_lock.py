@@ -1,0 +1,260 @@
+"""The locks of an LMDB environment: who opens it just now, and who has it open.
+
+    opening.lock   ours: held while the files are verified, opened and first used, and while they
+                   are sealed; its content is the process id of its holder
+    lock.mdb       the library's: who has the environment open has locked its first byte, and who
+                   has read, the byte at the number of its process id. The mutexes of writers and
+                   the table of readers lie in it, shared in memory
+
+Two openers are one too many for the library: the one that locks the first byte alone prepares
+`lock.mdb`, and each one that had to wait for that byte takes it for prepared. So openers take
+turns, and whoever finds that nobody has the environment open starts with an empty `lock.mdb`. A
+mutex that was held during a power cut would never be given back.
+
+The library believes in process ids. It calls a reader dead if nobody has the byte of its process
+id locked: true across pid namespaces, for the kernel knows the holder and not the number. But two
+processes of one number would need one byte. The kernel knows the owner of a mutex by a number too,
+that of a thread: one more reason to share the pid namespace.
+"""
+
+import errno
+import fcntl
+import logging
+import os
+import stat
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+
+from tierstore.errors import BackendError
+
+__all__ = [
+    "LIBRARY_LOCK_NAME",
+    "LOCK_FILE_BYTES",
+    "LibraryLock",
+    "library_lock",
+    "opening_lock",
+    "regular_file",
+]
+
+_logger = logging.getLogger(__name__)
+
+LOCK_FILE_BYTES = 16 << 10
+"""Bytes of an environment's lock file: 64 per reader, rounded up with room."""
+
+_FOREIGN_LOCK_FILE_BYTES_MAX = 1 << 20
+"""Of a lock file that another program prepared, so much is given its blocks."""
+
+LIBRARY_LOCK_NAME = "lock.mdb"
+_OPENING_LOCK_NAME = "opening.lock"
+_POLL_SECONDS = 0.01
+_PROCESS_ID_BYTES_MAX = 20
+
+_FLOCK = struct.Struct("hhqqi4x")
+"""The kernel's `struct flock` on 64 bits: type, whence, start, length, process (0)."""
+
+_held: set[int] = set()
+"""Descriptors with a lock, which the kernel would keep for a forked child that has a copy."""
+
+
+@contextmanager
+def opening_lock(directory: Path, *, wait_seconds_max: float) -> Iterator[None]:
+    """Keep all others, of this process too, from opening or sealing the environment meanwhile.
+
+    Raises:
+        BackendError: another one does so for longer than `wait_seconds_max`.
+        OSError: the file cannot be opened or locked.
+    """
+    deadline = time.monotonic() + wait_seconds_max
+    with _locked_file(directory / _OPENING_LOCK_NAME) as descriptor:
+        while not _try_flock(descriptor):
+            if time.monotonic() >= deadline:
+                raise BackendError(
+                    f"{directory}: could not be opened within {wait_seconds_max:g} s: another "
+                    f"process{_named_process(descriptor)} is opening it; end it if it is stuck"
+                )
+            time.sleep(_POLL_SECONDS)
+        try:
+            _write_process_id(descriptor)
+            yield
+        finally:
+            with suppress(OSError):
+                os.ftruncate(descriptor, 0)
+            # Closing would not do it, if a process was forked meanwhile and has a copy.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+class LibraryLock:
+    """The library's lock file, held by `library_lock`."""
+
+    def __init__(self, directory: Path, descriptor: int) -> None:
+        self._directory = directory
+        self._descriptor = descriptor
+        self.is_alone = False
+        """Whether no process has the environment open; then nobody can open it for now."""
+
+    def prepare_file(self) -> None:
+        """Empty the file if nobody uses it; give it all its blocks.
+
+        The library writes to it through a mapping, which in a file with holes on a device without
+        room ends the process by SIGBUS.
+
+        Raises:
+            OSError: there is no room.
+        """
+        if not self.is_alone:
+            # What others have mapped keeps its size, which says how many readers it holds.
+            size = min(os.fstat(self._descriptor).st_size, _FOREIGN_LOCK_FILE_BYTES_MAX)
+            os.posix_fallocate(self._descriptor, 0, size or LOCK_FILE_BYTES)
+            return
+        # Neither by a new file, for a program that waits for a lock of this one would go on with
+        # it; nor by an empty one, for its blocks might be gone before they are asked for again.
+        os.ftruncate(self._descriptor, LOCK_FILE_BYTES)
+        os.posix_fallocate(self._descriptor, 0, LOCK_FILE_BYTES)
+        os.pwrite(self._descriptor, bytes(LOCK_FILE_BYTES), 0)
+
+    def try_lock(self) -> bool:
+        """Lock the first byte, and return whether it was possible; a program may prepare the file.
+
+        Raises:
+            OSError: the file system knows no such locks.
+        """
+        self.is_alone = self._try_set(fcntl.F_WRLCK)
+        return self.is_alone or self._try_set(fcntl.F_RDLCK)
+
+    def unlock(self) -> None:
+        """Give the first byte back, whoever else has a copy of the descriptor."""
+        self._try_set(fcntl.F_UNLCK)
+
+    def holder_of(self, byte: int) -> int | None:
+        """Return a process that has a byte locked, None: nobody.
+
+        A process of another pid namespace is 0; -1: unknown.
+        """
+        wanted = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+        found = _FLOCK.unpack(fcntl.fcntl(self._descriptor, fcntl.F_OFD_GETLK, wanted))
+        return None if found[0] == fcntl.F_UNLCK else int(found[4])
+
+    def _try_set(self, kind: int) -> bool:
+        # The library's own lock, but of this description: it conflicts with those of the library
+        # in this process too.
+        wanted = _FLOCK.pack(kind, os.SEEK_SET, 0, 1, 0)
+        try:
+            fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, wanted)
+        except OSError as error:
+            if error.errno in {errno.EAGAIN, errno.EACCES}:
+                return False
+            raise
+        return True
+
+
+@contextmanager
+def library_lock(directory: Path, *, wait_seconds_max: float) -> Iterator[LibraryLock]:
+    """Lock the library's first byte: alone if nobody has it open, else with those who have.
+
+    Under our opening lock, and while this process has not opened the environment: the kernel drops
+    the locks that a process has on a file when the process closes any descriptor of it.
+
+    Raises:
+        BackendError: another program prepares the file for longer than `wait_seconds_max`; or a
+            process of another pid namespace has our process id.
+        OSError: the file cannot be opened or locked.
+    """
+    deadline = time.monotonic() + wait_seconds_max
+    with _locked_file(directory / LIBRARY_LOCK_NAME) as descriptor:
+        lock = LibraryLock(directory, descriptor)
+        _require_own_process_id(directory, lock)
+        while not lock.try_lock():
+            if time.monotonic() >= deadline:
+                raise BackendError(
+                    f"{directory}: could not be opened within {wait_seconds_max:g} s: another "
+                    f"program (process id {lock.holder_of(0)}) prepares {LIBRARY_LOCK_NAME}; end "
+                    "it if it is stuck"
+                )
+            time.sleep(_POLL_SECONDS)
+        if lock.holder_of(0) == 0:
+            _logger.warning(
+                "open in another pid namespace, unsafe when one is killed: directory=%s; share "
+                "the pid namespace",
+                directory,
+            )
+        try:
+            yield lock
+        finally:
+            lock.unlock()
+
+
+def _require_own_process_id(directory: Path, lock: LibraryLock) -> None:
+    process_id = os.getpid()
+    if lock.holder_of(process_id) not in {None, process_id}:
+        raise BackendError(
+            f"{directory}: another process with the same process id, {process_id}, in another pid "
+            "namespace, has it open; share the pid namespace (Docker: --pid=host, Kubernetes: "
+            "hostPID: true), or give each container a path of its own"
+        )
+
+
+@contextmanager
+def regular_file(path: Path, flags: int) -> Iterator[int]:
+    """Open a file that is no link, and nothing that blocks; made for this user alone.
+
+    Raises:
+        BackendError: it is something else.
+        OSError: it cannot be opened.
+    """
+    flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        descriptor = os.open(path, flags, 0o600)
+    except OSError as error:
+        if error.errno in {errno.ELOOP, errno.ENXIO, errno.EISDIR}:
+            raise BackendError(f"{path}: is not a regular file; remove it") from error
+        raise
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise BackendError(f"{path}: is not a regular file; remove it")
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _locked_file(path: Path) -> Iterator[int]:
+    _watch_forks()
+    with regular_file(path, os.O_RDWR | os.O_CREAT) as descriptor:
+        _held.add(descriptor)
+        try:
+            yield descriptor
+        finally:
+            _held.discard(descriptor)
+
+
+@cache
+def _watch_forks() -> None:
+    os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def _leave_to_parent() -> None:
+    while _held:
+        os.close(_held.pop())
+
+
+def _try_flock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _write_process_id(descriptor: int) -> None:
+    with suppress(OSError):  # a full device: the lock counts, the name does not
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, b"%d" % os.getpid(), 0)
+
+
+def _named_process(descriptor: int) -> str:
+    content = os.pread(descriptor, _PROCESS_ID_BYTES_MAX, 0)
+    return f" (process id {int(content)})" if content.isdigit() else ""
