@@ -168,7 +168,7 @@ class Promotions:
         """
         records = self._records[promote.tier_idx]
         arrived: list[OffloadKey] = []
-        lost: list[OffloadKey] = []
+        lost: dict[OffloadKey, FailureReason | None] = {}
         late: dict[int, OffloadKey] = {}
         for i, key in enumerate(promote.keys, first):
             reason = failed.get(i)
@@ -177,9 +177,9 @@ class Promotions:
             elif reason is FailureReason.DEADLINE:
                 late[i] = key
             else:
-                lost.append(key)
-                self._blame(records, key, reason)
-        self._settle(promote, arrived, lost)
+                lost[key] = reason
+        self._blame(records, lost)
+        self._settle(promote, arrived, tuple(lost))
         keys = tuple(late.values())
         slots = tuple(self._primary.detach(keys))
         if late:
@@ -193,32 +193,33 @@ class Promotions:
         promote = part.promote
         records = self._records[promote.tier_idx]
         records.end_hang(part.keys, self._slot_bytes(promote, len(part.keys)))
-        slots = self._primary.locate(part.keys)
-        arrived: dict[OffloadKey, int] = {}
-        lost: dict[OffloadKey, int] = {}
-        for i, key, slot, resident in zip(part.indices, part.keys, part.slots, slots, strict=True):
+        resident = self._primary.locate(part.keys)
+        slots = dict(zip(part.keys, part.slots, strict=True))
+        arrived: list[OffloadKey] = []
+        lost: dict[OffloadKey, FailureReason | None] = {}
+        for i, key, slot in zip(part.indices, part.keys, resident, strict=True):
             reason = failed.get(i)
-            is_held = resident is not None or key in self._primary.arriving or key in self._doomed
+            is_held = slot is not None or key in self._primary.arriving or key in self._doomed
             if reason is None and not is_held and key not in part.unwanted:
-                arrived[key] = slot
+                arrived.append(key)
             else:
-                lost[key] = slot
-                if key not in part.unwanted:
-                    self._blame(records, key, reason)
-        self._primary.give_back(list(lost.values()))
-        self._primary.reattach(list(arrived)[::-1], list(arrived.values())[::-1])
-        self._secondaries[promote.tier_idx].unpin(list(lost))
-        self._settle(promote, list(arrived), ())
+                lost[key] = reason
+        self._primary.give_back([slots[key] for key in lost])
+        self._primary.reattach(arrived[::-1], [slots[key] for key in arrived[::-1]])
+        self._secondaries[promote.tier_idx].unpin(tuple(lost))
+        self._blame(records, {k: why for k, why in lost.items() if k not in part.unwanted})
+        self._settle(promote, arrived, ())
 
     def _blame(
-        self, records: ReadableRecords, key: OffloadKey, reason: FailureReason | None
+        self, records: ReadableRecords, lost: Mapping[OffloadKey, FailureReason | None]
     ) -> None:
-        """Count a chunk that was not read; None: it was, and is not wanted any more."""
-        if reason is None:
-            return
-        self._counters.add(Metric.MISSES, label=reason.value)
-        if key not in self._doomed:  # after a reset the record is another one, or none
-            records.fail(key, reason)
+        """Count chunks that were not read; None: it was, and is not wanted any more."""
+        reasons = {key: reason for key, reason in lost.items() if reason is not None}
+        for reason in reasons.values():
+            self._counters.add(Metric.MISSES, label=reason.value)
+        if self._doomed:  # after a reset the record is another one, or none
+            reasons = {key: why for key, why in reasons.items() if key not in self._doomed}
+        records.fail(reasons)
 
     def _settle(
         self, promote: Promote, arrived: Sequence[OffloadKey], lost: Sequence[OffloadKey]

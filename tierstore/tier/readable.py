@@ -7,7 +7,7 @@ tier is asked for records, and so the place for whatever else shall keep a tier 
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tierstore.clock import Clock
@@ -82,23 +82,27 @@ class ReadableRecords:
         self._hung.difference_update(keys)
         self._hung_bytes -= slot_bytes
 
-    def fail(self, key: OffloadKey, reason: FailureReason) -> None:
-        """Take note that a record was not read; remove it if it is worthless.
+    def fail(self, reasons: Mapping[OffloadKey, FailureReason]) -> None:
+        """Take note of records that were not read; remove those that are worthless.
 
         Reasons that say nothing of the record or its device are ignored.
         """
-        if reason is FailureReason.STALLED:
+        worthless: list[OffloadKey] = []
+        for key, reason in reasons.items():
             known = self._failures.get(key)
-            self._remember(key, known.count if known else 0, STALLED_SECONDS)
-        elif reason in _WORTHLESS:
-            self._secondary.remove([key])
-            self._remember(key, FAILURES_MAX, HIDDEN_SECONDS)
-        elif reason in _UNREADABLE:
-            known = self._failures.get(key)
-            count = min(FAILURES_MAX, 1 + (known.count if known else 0))
-            if count == FAILURES_MAX:
-                self._secondary.remove([key])
-            self._remember(key, count, HIDDEN_SECONDS)
+            count = known.count if known else 0
+            if reason in _WORTHLESS:
+                count = FAILURES_MAX
+            elif reason in _UNREADABLE:
+                count = min(FAILURES_MAX, count + 1)
+            elif reason is not FailureReason.STALLED:
+                continue
+            is_tried = reason is not FailureReason.STALLED
+            self._remember(key, count, HIDDEN_SECONDS if is_tried else STALLED_SECONDS)
+            if is_tried and count == FAILURES_MAX:
+                worthless.append(key)
+        if worthless:
+            self._secondary.remove(worthless)
 
     def succeed(self, keys: Iterable[OffloadKey]) -> None:
         """Take note that records were read: nothing is held against them any more."""
@@ -113,10 +117,11 @@ class ReadableRecords:
         """
         if not self._failures:
             return
-        unreadable = [key for key in keys if key in self._failures and self._failures[key].count]
-        if unreadable:
+        counts = {key: self._failures[key].count for key in keys if key in self._failures}
+        unreadable = [key for key, count in counts.items() if 0 < count < FAILURES_MAX]
+        if unreadable:  # those beyond were removed when they failed
             self._secondary.remove(unreadable)
-            self.succeed(unreadable)
+        self.succeed(key for key, count in counts.items() if count)
 
     def reset(self) -> None:
         """Forget failures, since the records are forgotten; hung reads go on hanging."""
