@@ -1,4 +1,4 @@
-"""A tier stack of four slots over disks, and an executor that carries its commands out."""
+"""A tier stack of a few slots over disks, and an executor that carries its commands out."""
 
 import hashlib
 from collections.abc import Iterator
@@ -33,6 +33,7 @@ class Tiers:
     loop: PlaneLoop
     residency: ResidencyLog
     counters: Counters
+    slot_count: int
 
     def store(self, *numbers):
         """Store chunks, and let them be written."""
@@ -59,15 +60,18 @@ class Tiers:
     def assert_all_slots_can_be_had(self):
         """Whatever was pinned or arriving is free again."""
         assert self.loop.settle(lambda: not self.stack.has_work(), 60)
-        self.store(*range(100, 100 + SLOT_COUNT))
-        assert self.locate(*range(100, 100 + SLOT_COUNT)) == [RESIDENT] * SLOT_COUNT
+        numbers = range(100, 100 + self.slot_count)
+        self.store(*numbers)
+        assert self.locate(*numbers) == [RESIDENT] * self.slot_count
         assert self.stack.check() == []
 
 
 @contextmanager
-def opened(tmp_path, *disks, clock: Clock | None = None) -> Iterator[Tiers]:
-    """Open memory of four slots over disks with further keys each."""
-    primary = {"capacity": f"{SLOT_COUNT * PAGE_BYTES}B", "eviction": "lru"}
+def opened(
+    tmp_path, *disks, clock: Clock | None = None, slot_count: int = SLOT_COUNT
+) -> Iterator[Tiers]:
+    """Open memory of a few slots over disks with further keys each."""
+    primary = {"capacity": f"{slot_count * PAGE_BYTES}B", "eviction": "lru"}
     secondary = [
         {"name": f"disk{i}", "backend": "file", "path": str(tmp_path / str(i)), "capacity": "16MiB"}
         | disk
@@ -82,6 +86,8 @@ def opened(tmp_path, *disks, clock: Clock | None = None) -> Iterator[Tiers]:
     executor = TransferExecutor.open(
         config, MANIFEST, rank=0, rank_count=1, caches=None, counters=counters
     )
-    yield Tiers(stack, PlaneLoop(stack, executor, MonotonicClock()), residency, counters)
+    yield Tiers(
+        stack, PlaneLoop(stack, executor, MonotonicClock()), residency, counters, slot_count
+    )
     executor.close()
     stack.close()

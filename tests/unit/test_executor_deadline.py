@@ -1,5 +1,6 @@
 """What `io.deadline` bounds: one read, and how long a tier may stand still; never a long queue."""
 
+import hashlib
 import threading
 from collections.abc import Iterator
 
@@ -124,7 +125,7 @@ class Tiers:
 def records(numbers):
     places = np.zeros(len(numbers), PLACE_DTYPE)
     places["header_page"] = numbers  # an extent each
-    hashes = [number.to_bytes(8, "big") * 4 for number in numbers]
+    hashes = [hashlib.sha256(b"%d" % number).digest() for number in numbers]
     return {
         "keys": tuple(make_offload_keys(MANIFEST.namespace, 0, hashes)),
         "places": tuple(Place(place.tobytes()) for place in places),
