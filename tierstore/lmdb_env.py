@@ -339,7 +339,6 @@ def _open_env(
 
 def _open_library(directory: Path, map_bytes: int, *, readahead: bool) -> lmdb.Environment:
     """Open the environment, and read once: that takes the byte of our process id."""
-
     env = _open_mapped(directory, map_bytes, readahead=readahead)
     try:
         if _has_readers(env, os.getpid()):

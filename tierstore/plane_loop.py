@@ -124,7 +124,8 @@ class PlaneLoop:
         stack = self._stack
         count = len(stack.primary)
         settled = self.settle(
-            lambda: stack.demote_coldest(count) == 0 and not stack.has_work(), _FLUSH_STALL_SECONDS
+            lambda: stack.demote_coldest(count) == 0 and not stack.has_writes(),
+            _FLUSH_STALL_SECONDS,
         )
         for secondary in stack.secondaries:
             settled = secondary.wait(_FLUSH_STALL_SECONDS) and settled

@@ -195,7 +195,7 @@ class TierStore:
                     batch = self._start_get(group_idx, keys, indices)
                 if batch is not None:
                     in_flight.append(batch)
-                if len(in_flight) == _BATCHES_IN_FLIGHT:
+                while len(in_flight) == _BATCHES_IN_FLIGHT:
                     self._finish_first(in_flight, group_idx, rows, found)
             while in_flight:
                 self._finish_first(in_flight, group_idx, rows, found)
@@ -387,7 +387,16 @@ class TierStore:
                         out[row][:] = chunk
                         found[row] = True
         self._loop.finish_load(batch.load)
-        del in_flight[0]
+        in_flight[:1] = self._retry(batch)
+
+    def _retry(self, batch: _Batch) -> list[_Batch]:
+        """Load what a batch did not bring from another tier that has it, if any does."""
+        assert batch.load.done is not None, "the load is not answered yet"
+        again = self._stack.retry_load(batch.load.reservation, batch.load.done)
+        if again is None:
+            return []
+        rows = dict(zip(batch.load.reservation.keys[0], batch.rows, strict=True))
+        return [_Batch(self._loop.start_load(again), [rows[key] for key in again.keys[0]])]
 
     def _batch_chunks(self, group_idx: int) -> int:
         spec = self._specs[group_idx]

@@ -37,6 +37,7 @@ class PrimaryMachine(RuleBasedStateMachine):
         )
         self.tier = PrimaryTier(config, [pages * PAGE_BYTES for pages in self.slot_pages])
         self.resident, self.arriving, self.pins = {}, {}, {}
+        self.detached = {}  # slot -> the key that it was reserved for
 
     def evictable(self):
         return set(self.resident) - set(self.pins)
@@ -68,13 +69,13 @@ class PrimaryMachine(RuleBasedStateMachine):
 
     def expect_no_room(self, group_idx, count):
         if len(set(self.slot_pages)) == 1:
-            held = len(self.pins) + len(self.arriving)
+            held = len(self.pins) + len(self.arriving) + len(self.detached)
             assert count > self.capacity_pages // self.slot_pages[0] - held
             return
         # With several classes: not even the slabs in which nothing is held would do.
         largest = max(self.slot_pages)
         held = {**self.arriving, **{key: self.resident[key] for key in self.pins}}
-        held_slabs = {slot // largest for slot in held.values()}
+        held_slabs = {slot // largest for slot in [*held.values(), *self.detached]}
         free_slabs = self.capacity_pages // largest - len(held_slabs)
         assert count > free_slabs * (largest // self.slot_pages[group_idx])
 
@@ -97,6 +98,43 @@ class PrimaryMachine(RuleBasedStateMachine):
         self.tier.commit(list(self.arriving))
         self.resident.update(self.arriving)
         self.arriving.clear()
+
+    @rule(data=st.data())
+    def detach(self, data):
+        keys = data.draw(st.lists(st.sampled_from([*sorted(self.arriving), b"absent"]), max_size=6))
+        if b"absent" in keys or len(set(keys)) != len(keys):
+            self.refused(lambda: self.tier.detach(keys))
+            return
+        slots = [self.arriving.pop(key) for key in keys]
+        assert self.tier.detach(keys) == slots
+        self.detached.update(zip(slots, keys, strict=True))
+
+    @precondition(lambda self: self.detached)
+    @rule(data=st.data(), keep=st.booleans())
+    def end_detachment(self, data, keep):
+        slots = data.draw(st.lists(st.sampled_from([*self.detached, -1]), min_size=1, max_size=4))
+        keys = [self.detached.get(slot, b"absent") for slot in slots]
+        is_legal = -1 not in slots and len(set(slots)) == len(slots)
+        if keep:
+            is_legal &= len(set(keys)) == len(keys)
+            is_legal &= not set(keys) & (self.resident.keys() | self.arriving.keys())
+        before = self.observed()
+        if not is_legal:
+            with pytest.raises(ValueError, match="nothing was changed"):
+                self.end(keys, slots, keep=keep)
+            assert self.observed() == before
+            return
+        self.end(keys, slots, keep=keep)
+        for slot, key in zip(slots, keys, strict=True):
+            del self.detached[slot]
+            if keep:
+                self.arriving[key] = slot
+
+    def end(self, keys, slots, *, keep):
+        if keep:
+            self.tier.reattach(keys, slots)
+        else:
+            self.tier.give_back(slots)
 
     @precondition(lambda self: self.resident)
     @rule(data=st.data())
@@ -179,6 +217,7 @@ class PrimaryMachine(RuleBasedStateMachine):
         return (
             self.tier.locate(everything),
             dict(self.tier.arriving),
+            self.tier.detached_count,
             self.tier.coldest(len(self.resident)),
         )
 
@@ -189,6 +228,7 @@ class PrimaryMachine(RuleBasedStateMachine):
         slots = [*self.resident.values(), None, *(None for _ in self.arriving)]
         assert self.tier.locate(known) == slots
         assert dict(self.tier.arriving) == self.arriving
+        assert self.tier.detached_count == len(self.detached)
         coldest = self.tier.coldest(len(self.resident) + 1)
         assert len(coldest) == len(set(coldest))
         assert set(coldest) == set(self.resident)
@@ -197,7 +237,8 @@ class PrimaryMachine(RuleBasedStateMachine):
     @invariant()
     def slots_do_not_overlap(self):
         pages = []
-        for key, slot in [*self.resident.items(), *self.arriving.items()]:
+        detached = [(key, slot) for slot, key in self.detached.items()]
+        for key, slot in [*self.resident.items(), *self.arriving.items(), *detached]:
             count = self.slot_pages[int(key[:1])]
             pages += range(slot, slot + count)
         assert len(pages) == len(set(pages))

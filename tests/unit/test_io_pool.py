@@ -1,6 +1,10 @@
+import random
 import threading
+from collections import deque
 
-from tierstore.io_pool import IoPool
+import pytest
+
+from tierstore.io_pool import READS_IN_A_ROW_MAX, IoPool, TaskOrder
 
 
 def test_reads_go_before_writes_that_were_queued_earlier() -> None:
@@ -17,6 +21,45 @@ def test_reads_go_before_writes_that_were_queued_earlier() -> None:
     assert done == ["read 0", "read 1", "write 0", "write 1"]
 
 
+def test_a_write_does_not_wait_for_all_the_reads_that_come_after_it() -> None:
+    pool = IoPool(1, "test")
+    done: list[str] = []
+    may_go_on = threading.Event()
+    pool.submit_read(may_go_on.wait)
+    pool.open()
+    pool.submit_write(lambda: done.append("write"))
+    for _ in range(600):
+        pool.submit_read(lambda: done.append("read"))
+    may_go_on.set()
+    assert pool.close(60)
+    assert done.index("write") <= READS_IN_A_ROW_MAX
+    assert len(done) == 601
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_reads_and_writes_keep_their_order_and_each_write_has_its_share(seed: int) -> None:
+    dice = random.Random(seed)
+    order: TaskOrder[str] = TaskOrder()
+    reads: deque[str] = deque()
+    writes: deque[str] = deque()
+    overtaken = 0  # reads in a row, all of them taken while a write waited
+    for number in range(2000):
+        move = dice.choices(["read", "write", "take"], weights=[5, 1, 6 - seed % 3])[0]
+        if move == "read":
+            order.add_read(f"read {number}")
+            reads.append(f"read {number}")
+        elif move == "write":
+            order.add_write(f"write {number}")
+            writes.append(f"write {number}")
+        elif not reads and not writes:
+            assert order.take() is None
+        else:
+            is_write_due = not reads or (bool(writes) and overtaken == READS_IN_A_ROW_MAX)
+            overtaken = 0 if is_write_due or not writes else overtaken + 1
+            assert order.take() == (writes if is_write_due else reads).popleft()
+        assert len(order) == len(reads) + len(writes)
+
+
 def test_a_task_that_raises_is_logged_and_ends_no_thread(caplog) -> None:
     pool = IoPool(1, "test")
     pool.open()
@@ -26,3 +69,12 @@ def test_a_task_that_raises_is_logged_and_ends_no_thread(caplog) -> None:
     assert pool.close(60)
     assert done == ["after"]
     assert "I/O task failed: pool=test" in caplog.text
+
+
+def test_a_pool_that_is_closed_twice_or_was_never_opened_ends_at_once() -> None:
+    pool = IoPool(1, "test")
+    assert pool.close(60)
+    pool = IoPool(2, "test")
+    pool.open()
+    assert pool.close(60)
+    assert pool.close(60)

@@ -105,6 +105,8 @@ def test_a_segment_that_cannot_be_mapped_is_a_miss_and_leaves_no_descriptor(tmp_
             resource.setrlimit(resource.RLIMIT_AS, limits)
         assert found == [False] * 8
         assert open_resources() == before
+        assert store.match_prefix(keys).chunk_count == 0, "offered again at once"
+    with CHUNKS.open(config) as store:
         assert store.get(keys, out) == [True] * 8
         assert np.array_equal(out, CHUNKS.array(range(8)))
 

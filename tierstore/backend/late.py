@@ -40,7 +40,8 @@ class LateBackend:
         """Read, once the backend is open."""
         backend = self._opened()
         if backend is None:
-            return dict.fromkeys(range(len(records)), FailureReason.IO_ERROR)
+            # Not an I/O error, which would count against the records: nobody has tried them.
+            return dict.fromkeys(range(len(records)), FailureReason.STALLED)
         return backend.read(records)
 
     def release(

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Self
 
 from tierstore.backend.opening import BackendOpener, open_backend
-from tierstore.backend.protocol import Backend
 from tierstore.clock import Clock, MonotonicClock
 from tierstore.config import StoreConfig
 from tierstore.dma.opening import open_copy_engine
@@ -17,6 +16,7 @@ from tierstore.dma.pinning import SPAWN_MAX
 from tierstore.dma.protocol import CopyEngine, CopyId
 from tierstore.errors import DeviceError, LayoutError
 from tierstore.executor.job import Copy, Job, PartIndex, RecordSpan, split_spans
+from tierstore.executor.progress import SpanRead
 from tierstore.executor.tier_io import TierIo
 from tierstore.io_pool import IoPool
 from tierstore.layout import PAGE_BYTES, CanonicalKVCaches
@@ -93,13 +93,15 @@ class TransferExecutor:
         counters: Counters,
         compute_stream: Callable[[], int] | None = None,
         open_backend: BackendOpener = open_backend,
+        clock: Clock | None = None,
     ) -> Self:
         """Allocate the pool, open the backends, start the I/O threads.
 
         A backend that cannot be opened is logged once; commands answer `IO_ERROR` until it can.
         `caches` is None for embedded use: no GPU blocks, only slots. Else the pool gets its pages
         in the background, on a GPU pinned; `compute_stream` returns the `cudaStream_t` on which
-        the calling thread launches the engine's work (None: the default stream).
+        the calling thread launches the engine's work (None: the default stream). `clock` measures
+        the progress of reads; tests give their own.
 
         Raises:
             LayoutError: the copy engine cannot address the caches.
@@ -141,7 +143,7 @@ class TransferExecutor:
             background=background,
             tiers=tiers,
             counters=counters,
-            clock=MonotonicClock(),
+            clock=clock or MonotonicClock(),
         )
 
     def fence(self, job_ids: tuple[JobId, ...]) -> None:
@@ -187,12 +189,15 @@ class TransferExecutor:
                 self._copies.pop(copy_id).job.copies_left -= 1
             for copy_id in refused:
                 self._end_refused_copy(copy_id, FailureReason.IO_ERROR)
+            now = self._clock.seconds()
+            overdue = [job for job in self._jobs.values() if job.is_overdue(now)]
+            for job in overdue:
+                job.abandon()
+            answers += [job.late() for job in overdue if not job.is_settled()]
             settled = [job for job in self._jobs.values() if job.is_settled()]
             for job in settled:
                 del self._jobs[job.job_id]
                 answers.append(job.done())
-            now = self._clock.seconds()
-            answers += [job.abandon() for job in self._jobs.values() if job.is_overdue(now)]
         return answers
 
     def wait(self, timeout_seconds: float) -> None:
@@ -261,30 +266,44 @@ class TransferExecutor:
     def _start_promote(self, job: Job, promote: Promote, first: int, index: PartIndex) -> None:
         """Queue the reads of a promote; its keys have the indices from `first` in the job."""
         tier = self._tiers[promote.tier_idx]
-        indices = range(first, first + len(promote.keys))
         chunk_bytes = self._chunk_bytes[promote.group_idx]
         spans = split_spans(promote, first, chunk_bytes, tier.config.io.threads)
         with self._changed:
-            deadline_at = self._clock.seconds() + tier.config.io.deadline_seconds
-            job.deadline_at = min(job.deadline_at, deadline_at)
-            job.unread.update(indices)
-            job.tasks_left += len(spans)
+            now = self._clock.seconds()
+            if tier.progress.is_stalled(now):
+                # Not queued: a device that never answers must not gather the tasks of every load.
+                stalled = dict.fromkeys(
+                    range(first, first + len(promote.keys)), FailureReason.STALLED
+                )
+                job.failed.update(stalled)
+                return
+            for span in spans:
+                job.reads[span.indices.start] = SpanRead(span.indices, tier.progress, now)
+            self._accept(job, tier, len(spans))
         for span in spans:
-            tier.pool.submit_read(partial(self._read, job, tier.backend, span, index))
+            tier.pool.submit_read(partial(self._read, job, tier, span, index))
 
     def _start_demote(self, job: Job, demote: Demote) -> None:
         tier = self._tiers[demote.tier_idx]
         chunk_bytes = self._chunk_bytes[demote.group_idx]
         spans = split_spans(demote, 0, chunk_bytes, tier.config.io.threads)
         with self._changed:
-            job.tasks_left += len(spans)
+            self._accept(job, tier, len(spans))
         for span in spans:
             tier.pool.submit_write(partial(self._write, job, tier, demote.owner, span))
 
     def _start_release(self, job: Job, release: Release) -> None:
         tier = self._tiers[release.tier_idx]
-        job.tasks_left = 1
-        tier.pool.submit_write(partial(self._release, job, tier.backend, release))
+        with self._changed:
+            self._accept(job, tier, 1)
+        tier.pool.submit_write(partial(self._release, job, tier, release))
+
+    def _accept(self, job: Job, tier: TierIo, task_count: int) -> None:
+        """Count tasks that are about to be queued; the lock is held."""
+        job.tasks_left += task_count
+        now = self._clock.seconds()
+        for _ in range(task_count):
+            tier.progress.accept(now)
 
     def _start_copy(
         self, job: Job, part: Offload | LoadPart, engine: CopyEngine, *, urgent: bool = False
@@ -322,17 +341,31 @@ class TransferExecutor:
         copy.job.ok = False
         copy.job.failed.update(dict.fromkeys(range(copy.offload_count), reason))
 
-    def _read(self, job: Job, backend: Backend, span: RecordSpan, index: PartIndex) -> None:
+    def _read(self, job: Job, tier: TierIo, span: RecordSpan, index: PartIndex) -> None:
         """Fill slots and send them on to the GPU (in an I/O thread)."""
+        if not self._begin_read(job, tier, span):
+            return
         failed: dict[int, FailureReason] = dict.fromkeys(
             range(span.record_count), FailureReason.IO_ERROR
         )
         try:
-            failed = backend.read(span.records(self._pool.array.data, self._slot_bytes))
+            failed = tier.backend.read(span.records(self._pool.array.data, self._slot_bytes))
             if self._engine is not None:
                 self._send_on(job, index.parts_of(span.slots_without(failed)), self._engine)
         finally:
-            self._end_task(job, span, failed)
+            self._end_task(job, tier, span, failed)
+
+    def _begin_read(self, job: Job, tier: TierIo, span: RecordSpan) -> bool:
+        """Note that a read has its turn; False: it was given up, its slots are somebody else's."""
+        with self._changed:
+            now = self._clock.seconds()
+            read = job.reads.get(span.indices.start)
+            if read is None:
+                tier.progress.end(now)
+                return False
+            tier.progress.begin(now)
+            read.began_at = now
+            return True
 
     def _send_on(self, job: Job, parts: list[LoadPart], engine: CopyEngine) -> None:
         for part in parts:
@@ -363,26 +396,36 @@ class TransferExecutor:
         failed: dict[int, FailureReason] = dict.fromkeys(
             range(span.record_count), FailureReason.IO_ERROR
         )
+        self._begin_write(tier)
         try:
             if tier.owners.hold(owner):
                 failed = tier.backend.write(span.records(self._pool.array.data, self._slot_bytes))
         finally:
-            self._end_task(job, span, failed)
+            self._end_task(job, tier, span, failed)
 
-    def _release(self, job: Job, backend: Backend, release: Release) -> None:
+    def _release(self, job: Job, tier: TierIo, release: Release) -> None:
         reason: FailureReason | None = FailureReason.IO_ERROR
+        self._begin_write(tier)
         try:
-            reason = backend.release(release.runs, release.empty_segments)
+            reason = tier.backend.release(release.runs, release.empty_segments)
         finally:
             with self._changed:
                 job.ok = reason is None
                 job.tasks_left -= 1
+                tier.progress.end(self._clock.seconds())
                 self._changed.notify_all()
 
-    def _end_task(self, job: Job, span: RecordSpan, failed: dict[int, FailureReason]) -> None:
-        first = span.first + span.start
+    def _begin_write(self, tier: TierIo) -> None:
         with self._changed:
-            job.failed.update({first + i: reason for i, reason in failed.items()})
-            job.unread.difference_update(range(first, first + span.record_count))
+            tier.progress.begin(self._clock.seconds())
+
+    def _end_task(
+        self, job: Job, tier: TierIo, span: RecordSpan, failed: dict[int, FailureReason]
+    ) -> None:
+        indices = span.indices
+        with self._changed:
+            job.failed.update({indices[i]: reason for i, reason in failed.items()})
+            job.reads.pop(indices.start, None)  # a demote has none
             job.tasks_left -= 1
+            tier.progress.end(self._clock.seconds())
             self._changed.notify_all()

@@ -1,6 +1,5 @@
 """One command on its way through the data plane."""
 
-import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
@@ -9,6 +8,7 @@ import numpy.typing as npt
 
 from tierstore.backend.protocol import RecordIo
 from tierstore.dma.protocol import ComputeMark
+from tierstore.executor.progress import SpanRead
 from tierstore.layout import PAGE_BYTES
 from tierstore.record import PLACE_DTYPE
 from tierstore.transfer import (
@@ -34,9 +34,8 @@ class Job:
     """What is still outstanding of a command, and what went wrong so far."""
 
     job_id: JobId
-    unread: set[int] = field(default_factory=set)
-    """Indices of chunks whose read has not ended; only reads have a deadline."""
-    deadline_at: float = math.inf
+    reads: dict[int, SpanRead] = field(default_factory=dict)
+    """Reads that have not ended, by their first index; only reads have a deadline."""
     tasks_left: int = 0
     copies_left: int = 0
     after: ComputeMark | None = None
@@ -44,25 +43,41 @@ class Job:
     ok: bool = True
     failed: dict[int, FailureReason] = field(default_factory=dict)
     abandoned: bool = False
-    """The deadline passed and was answered: nothing more may be copied to the engine's blocks."""
+    """Reads were given up: nothing more may be copied to the engine's blocks."""
 
     def is_settled(self) -> bool:
-        """Say whether no task and no copy is outstanding."""
+        """Return whether no task and no copy is outstanding."""
         return self.tasks_left == 0 and self.copies_left == 0
 
-    def is_overdue(self, now_seconds: float) -> bool:
-        """Say whether the deadline passed and can be answered: no copy is writing to the GPU."""
+    def is_overdue(self, now: float) -> bool:
+        """Return whether nothing is outstanding but reads that make no progress.
+
+        A healthy read of another tier is waited for, since its own deadline bounds it; a copy too.
+        """
         return (
-            now_seconds > self.deadline_at
+            bool(self.reads)
             and not self.abandoned
-            and self.tasks_left > 0
+            and self.tasks_left == len(self.reads)
             and self.copies_left == 0
+            and all(read.is_overdue(now) for read in self.reads.values())
         )
 
-    def abandon(self) -> TransferDone:
-        """Answer for a job whose deadline passed; a second answer follows when it is settled."""
+    def abandon(self) -> None:
+        """Give up the reads that make no progress.
+
+        Those that wait for a thread never begin: their slots are free at once. The others may
+        write to their slots for as long as they hang: a second answer follows when they have ended.
+        """
         self.abandoned = True
-        late = dict.fromkeys(self.unread, FailureReason.DEADLINE)
+        for first, read in list(self.reads.items()):
+            if read.began_at is None:
+                del self.reads[first]
+                self.tasks_left -= 1
+                self.failed.update(dict.fromkeys(read.indices, FailureReason.STALLED))
+
+    def late(self) -> TransferDone:
+        """Answer for an abandoned job that is not settled."""
+        late = {i: FailureReason.DEADLINE for read in self.reads.values() for i in read.indices}
         return TransferDone(job_id=self.job_id, ok=False, failed=self.failed | late)
 
     def done(self) -> TransferDone:
@@ -146,6 +161,11 @@ class RecordSpan:
         """How many records the span has."""
         return self.stop - self.start
 
+    @property
+    def indices(self) -> range:
+        """The index of each record within the job."""
+        return range(self.first + self.start, self.first + self.stop)
+
     def records(self, pool: memoryview, slot_bytes: Sequence[int]) -> list[RecordIo]:
         """Pair the records with their slots; `slot_bytes` is indexed by group."""
         size = slot_bytes[self.command.group_idx]
@@ -191,8 +211,17 @@ def split_batches(
 def split_spans(
     command: Promote | Demote, first: int, chunk_bytes: int, thread_count: int
 ) -> list[RecordSpan]:
-    """Split a command, whose first chunk has index `first` in its job, by `split_batches`."""
-    return [
-        RecordSpan(command, start, stop, first)
-        for start, stop in split_batches(command.places, chunk_bytes, thread_count)
-    ]
+    """Split a command, whose first chunk has index `first` in its job, by `split_batches`.
+
+    A read is cut within an extent too, at the cost of its header page: how long one read takes is
+    what tells a slow device from one that hangs, so that none may be much longer than others.
+    """
+    batches = split_batches(command.places, chunk_bytes, thread_count)
+    if isinstance(command, Promote):
+        count_max = max(1, _BATCH_BYTES_MAX // chunk_bytes)
+        batches = [
+            (cut, min(cut + count_max, stop))
+            for start, stop in batches
+            for cut in range(start, stop, count_max)
+        ]
+    return [RecordSpan(command, start, stop, first) for start, stop in batches]

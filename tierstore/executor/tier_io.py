@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from tierstore.backend.late import LateBackend
 from tierstore.backend.opening import BackendOpener
 from tierstore.config import SecondaryConfig
+from tierstore.executor.progress import TierProgress
 from tierstore.io_pool import IoPool
 from tierstore.manifest import Manifest
 from tierstore.tier.owners import OwnerLocks
@@ -36,5 +37,7 @@ class TierIo:
         late.open()
         self.backend: Backend = late
         self.owners = OwnerLocks(config.path)
+        self.progress = TierProgress(config.io.threads, config.io.deadline_seconds)
+        """Guarded by the executor's lock."""
         self.pool = IoPool(config.io.threads, f"tierstore-{config.name}")
         self.pool.open()

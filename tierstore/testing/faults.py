@@ -8,12 +8,17 @@ it has failed once.
 
     system = FaultySystem(FaultSchedule(fail_at=n), errno.EIO)
     FileBackend(directory, rank=0, system=system)
+
+    faults = ReadFaults()
+    faults.hang(keys)
+    TierStore.open(config, manifest, open_backend=unreadable_opener({"disk": faults}))
 """
 
 import math
 import os
 import threading
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -22,17 +27,21 @@ from tierstore.backend.protocol import Backend, RecordIo
 from tierstore.backend.syscall import SystemCalls
 from tierstore.config import SecondaryConfig
 from tierstore.errors import BackendError
+from tierstore.key import OffloadKey
 from tierstore.layout import PAGE_BYTES
 from tierstore.manifest import Manifest
-from tierstore.transfer import FailureReason, PageRun
+from tierstore.transfer import FailureReason, PageRun, Place
 
 __all__ = [
     "FaultSchedule",
     "FaultyBackend",
     "FaultySystem",
+    "ReadFaults",
     "ShortIoSystem",
+    "UnreadableBackend",
     "faulty_opener",
     "faulty_system_opener",
+    "unreadable_opener",
 ]
 
 
@@ -154,6 +163,94 @@ def faulty_opener(
         return FaultyBackend(backend, schedule, reason=reason)
 
     return open_faulty
+
+
+class ReadFaults:
+    """Which records cannot be read, and why. Thread-safe; may change while reads are under way.
+
+    A fault lies where the record is: written anew in another place, its chunk can be read.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._reasons: dict[OffloadKey, FailureReason] = {}
+        self._hung: dict[OffloadKey, threading.Event] = {}
+        self._places: dict[OffloadKey, Place] = {}
+        self._read_counts: Counter[OffloadKey] = Counter()
+
+    def fail(self, keys: Iterable[OffloadKey], reason: FailureReason) -> None:
+        """Let the records of these keys fail; those that hang fail when they go on."""
+        with self._lock:
+            self._reasons.update(dict.fromkeys(keys, reason))
+
+    def hang(self, keys: Iterable[OffloadKey]) -> None:
+        """Let reads of these keys wait for `heal`, wherever their records lie."""
+        gate = threading.Event()
+        with self._lock:
+            self._hung.update(dict.fromkeys(keys, gate))
+
+    def go_on(self) -> None:
+        """End all reads that hang; none hangs from now on."""
+        with self._lock:
+            for gate in self._hung.values():
+                gate.set()
+            self._hung.clear()
+
+    def heal(self) -> None:
+        """Let all records be read, those that hang now too."""
+        with self._lock:
+            self._reasons.clear()
+            self._places.clear()
+        self.go_on()
+
+    def read_count(self, key: OffloadKey) -> int:
+        """Return how often a read of a key was begun."""
+        with self._lock:
+            return self._read_counts[key]
+
+    def reason_of(self, record: RecordIo) -> FailureReason | None:
+        """Wait as long as the record hangs; return why it cannot be read, if it cannot."""
+        with self._lock:
+            self._read_counts[record.key] += 1
+            gate = self._hung.get(record.key)
+        if gate is not None:
+            gate.wait()
+        with self._lock:
+            reason = self._reasons.get(record.key)
+            if reason is None or self._places.setdefault(record.key, record.place) != record.place:
+                return None
+            return reason
+
+
+class UnreadableBackend(FaultyBackend):
+    """A backend of which some records cannot be read; one call may have several outcomes."""
+
+    def __init__(self, backend: Backend, faults: ReadFaults) -> None:
+        """Wrap `backend`; `faults` may be shared by many wrappers."""
+        super().__init__(backend, FaultSchedule(1, fail_count=0))
+        self._faults = faults
+
+    def read(self, records: Sequence[RecordIo]) -> dict[int, FailureReason]:
+        """Read; fill the slots of records that cannot be read with garbage."""
+        reasons = [self._faults.reason_of(record) for record in records]
+        failed = super().read(records)
+        for i, (record, reason) in enumerate(zip(records, reasons, strict=True)):
+            if reason is not None:
+                record.slot[:] = b"\xee" * len(record.slot)
+                failed[i] = reason
+        return failed
+
+
+def unreadable_opener(faults: Mapping[str, ReadFaults]) -> BackendOpener:
+    """Return what `TierStore.open` takes as `open_backend`; `faults` are by the tier's name."""
+
+    def open_unreadable(
+        config: SecondaryConfig, manifest: Manifest, *, rank: int, rank_count: int
+    ) -> Backend:
+        backend = open_backend(config, manifest, rank=rank, rank_count=rank_count)
+        return UnreadableBackend(backend, faults[config.name]) if config.name in faults else backend
+
+    return open_unreadable
 
 
 class FaultySystem(SystemCalls):

@@ -6,8 +6,8 @@ from collections.abc import Set as AbstractSet
 from tierstore.key import OffloadKey
 from tierstore.tier.lookup import ASKED_AT_ONCE_MAX
 from tierstore.tier.primary import PrimaryTier
+from tierstore.tier.readable import ReadableRecords
 from tierstore.tier.reservation import ChunkState
-from tierstore.tier.secondary import SecondaryTier
 
 __all__ = ["Locator"]
 
@@ -18,12 +18,15 @@ class Locator:
     def __init__(
         self,
         primary: PrimaryTier,
-        secondaries: Sequence[SecondaryTier],
+        records: Sequence[ReadableRecords],
         doomed: AbstractSet[OffloadKey],
     ) -> None:
-        """Share the tiers with the stack; `doomed` is a live view of what must not be found."""
+        """Share the tiers with the stack; `records` are those of each secondary tier, in order.
+
+        `doomed` is a live view of what must not be found.
+        """
         self._primary = primary
-        self._secondaries = secondaries
+        self._records = records
         self._doomed = doomed
 
     def slots(self, keys: Sequence[OffloadKey]) -> list[int | None]:
@@ -63,11 +66,11 @@ class Locator:
         About 0.1 us per resident key, 1.5 us per key and secondary tier that has to be asked.
         """
         states = self._local_states(keys)
-        for secondary in self._secondaries:
+        for records in self._records:
             missing = [i for i, state in enumerate(states) if state is ChunkState.ABSENT]
             if not missing:
                 break
-            places = secondary.locate([keys[i] for i in missing])
+            places = records.locate([keys[i] for i in missing])
             for i, place in zip(missing, places, strict=True):
                 if place is not None:
                     states[i] = ChunkState.RECORDED
@@ -127,10 +130,10 @@ class Locator:
     def _ask_tiers(
         self, keys: Sequence[OffloadKey], states: list[ChunkState], missing: Sequence[int]
     ) -> None:
-        for secondary in self._secondaries:
+        for records in self._records:
             if not missing:
                 return
-            found = secondary.states([keys[i] for i in missing])
+            found = records.states([keys[i] for i in missing])
             for i, state in zip(missing, found, strict=True):
                 states[i] = state
             missing = [i for i in missing if states[i] is ChunkState.ABSENT]

@@ -30,7 +30,8 @@ class Reservation(NamedTuple):
 class PrimaryTier:
     """Control half of the pool in host memory. Moves no bytes, takes no lock, one thread.
 
-    A key is absent, arriving (slot reserved, bytes on the way) or resident. Slots are page numbers:
+    A key is absent, arriving (slot reserved, bytes on the way) or resident. A slot may also be
+    detached: reserved under no key, for a read that does not end. Slots are page numbers:
     a slot's bytes start at `slot * PAGE_BYTES` in the pool. Size classes share the pool by slabs.
 
     Calls that break a precondition raise `ValueError`, name the first offending key, and change
@@ -67,6 +68,7 @@ class PrimaryTier:
         self._policy = make_policy(config.eviction, capacity_chunks)
         self._arriving: dict[OffloadKey, int] = {}
         self._arriving_view = MappingProxyType(self._arriving)
+        self._detached: set[int] = set()
         self._pins: dict[OffloadKey, int] = {}
         self._known_new: Sequence[OffloadKey] | None = None
         """What `are_new` said yes to; true until the next `reserve`, for nothing else adds keys."""
@@ -115,10 +117,7 @@ class PrimaryTier:
         if class_idx < 0:
             raise ValueError(f"reserve: group {group_idx} is not cached")
         if keys is not self._known_new and not self.are_new(keys):
-            self._require_distinct("reserve", keys)
-            if self._policy.holds_any(keys):
-                _refuse("reserve", "is resident", keys, self._is_resident)
-            _refuse("reserve", "is arriving", keys, self._arriving.__contains__)
+            self._refuse_known("reserve", keys)
         self._known_new = None
         count = len(keys)
         victims = self._choose_victims(class_idx, keys)
@@ -149,6 +148,46 @@ class PrimaryTier:
             ValueError: a key came twice or is not arriving.
         """
         self._slots.give(self._end_arrival("abort", keys))
+
+    def detach(self, keys: Sequence[OffloadKey]) -> list[int]:
+        """Make arriving keys absent, and keep their slots from everybody; return the slots.
+
+        For bytes that may still come, nobody knows when, while the key shall not wait for them.
+        The slots come back by `reattach` or `give_back`.
+
+        Raises:
+            ValueError: a key came twice or is not arriving.
+        """
+        slots = self._end_arrival("detach", keys)
+        self._detached.update(slots)
+        return slots
+
+    def reattach(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
+        """Let new keys, tail first, arrive in detached slots after all.
+
+        Raises:
+            ValueError: a key came twice, is resident or arriving, or a slot is not detached.
+        """
+        if not self.are_new(keys):
+            self._refuse_known("reattach", keys)
+        self._known_new = None
+        self._end_detachment("reattach", slots)
+        self._policy.evict((), keys)  # they miss, and find free slots
+        self._arriving.update(zip(keys, slots, strict=True))
+
+    def give_back(self, slots: Sequence[int]) -> None:
+        """Give detached slots back to the pool.
+
+        Raises:
+            ValueError: a slot came twice or is not detached.
+        """
+        self._end_detachment("give_back", slots)
+        self._slots.give(slots)
+
+    @property
+    def detached_count(self) -> int:
+        """How many slots are reserved under no key."""
+        return len(self._detached)
 
     def pin(self, keys: Sequence[OffloadKey]) -> None:
         """Forbid the eviction of resident keys once more (counted).
@@ -266,7 +305,8 @@ class PrimaryTier:
             problems.append(f"{len(lost)} keys are pinned but not resident")
         if any(count < 1 for count in self._pins.values()):
             problems.append("a pin count is not positive")
-        problems += self._slots.check([*slot_by_key.values(), *self._arriving.values()])
+        held = [*self._arriving.values(), *self._detached]
+        problems += self._slots.check([*slot_by_key.values(), *held])
         return problems
 
     def _add_pins(self, keys: Sequence[OffloadKey]) -> None:
@@ -317,6 +357,18 @@ class PrimaryTier:
             self._require_distinct(what, keys)
             _refuse(what, "is not arriving", keys, lambda key: key not in arriving)
         return slots
+
+    def _end_detachment(self, what: str, slots: Sequence[int]) -> None:
+        if len(set(slots)) != len(slots) or not self._detached.issuperset(slots):
+            raise ValueError(f"{what}: {list(slots)} are not all detached; nothing was changed")
+        self._detached.difference_update(slots)
+
+    def _refuse_known(self, what: str, keys: Sequence[OffloadKey]) -> NoReturn:
+        """Name the key because of which `are_new` said no."""
+        self._require_distinct(what, keys)
+        if self._policy.holds_any(keys):
+            _refuse(what, "is resident", keys, self._is_resident)
+        _refuse(what, "is arriving", keys, self._arriving.__contains__)
 
     def _require_distinct(self, what: str, keys: Sequence[OffloadKey]) -> None:
         if len(keys) > 1 and len(set(keys)) != len(keys):

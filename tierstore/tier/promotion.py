@@ -1,6 +1,6 @@
 """Promotes: finding records for missing chunks, and settling what came of reading them."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -11,6 +11,7 @@ from tierstore.layout import GroupSpec
 from tierstore.metrics import Counters, Metric
 from tierstore.tier.cascade import Cascade
 from tierstore.tier.primary import PrimaryTier
+from tierstore.tier.readable import ReadableRecords
 from tierstore.tier.reservation import LoadReservation
 from tierstore.tier.residency import ResidencyLog
 from tierstore.tier.secondary import SecondaryTier
@@ -18,15 +19,19 @@ from tierstore.transfer import FailureReason, JobId, Place, Promote, TransferDon
 
 __all__ = ["Promotions"]
 
-_WORTHLESS = (FailureReason.ABSENT, FailureReason.CORRUPT)
-
 
 @dataclass(frozen=True, slots=True)
-class _Late:
-    """Promotes of a job that missed its deadline, and which of their chunks are still awaited."""
+class _LatePart:
+    """Chunks of one promote whose reads hang."""
 
-    promotes: tuple[Promote, ...]
-    indices: frozenset[int]
+    promote: Promote
+    indices: tuple[int, ...]
+    """Of the chunks, as `TransferDone.failed` counts them."""
+    keys: tuple[OffloadKey, ...]
+    slots: tuple[int, ...]
+    """Detached: a hung read may still write to them."""
+    unwanted: set[OffloadKey]
+    """Keys whose bytes are worthless even if they come (reset)."""
 
 
 class Promotions:
@@ -38,23 +43,25 @@ class Promotions:
         groups: Sequence[GroupSpec],
         primary: PrimaryTier,
         secondaries: Sequence[SecondaryTier],
+        records: Sequence[ReadableRecords],
         cascades: Sequence[Cascade],
         doomed: AbstractSet[OffloadKey],
         counters: Counters,
         residency: ResidencyLog | None,
     ) -> None:
-        """Share the tiers with the stack; `groups` is indexed by group.
+        """Share the tiers with the stack; `groups` is indexed by group, `records` by tier.
 
         `doomed` is a live view of the chunks that must not become resident (reset).
         """
         self._groups = groups
         self._primary = primary
         self._secondaries = secondaries
+        self._records = records
         self._cascades = cascades
         self._doomed = doomed
         self._counters = counters
         self._residency = residency
-        self._late: dict[JobId, _Late] = {}
+        self._late: dict[JobId, list[_LatePart]] = {}
 
     def find(
         self, group_idx: int, missing: Sequence[OffloadKey]
@@ -64,10 +71,10 @@ class Promotions:
         One read transaction per tier that has to be asked.
         """
         promotes: list[Promote] = []
-        for tier_idx, secondary in enumerate(self._secondaries):
+        for tier_idx, records in enumerate(self._records):
             if not missing:
                 break
-            places = secondary.locate(missing)
+            places = records.locate(missing)
             keys: list[OffloadKey] = []
             found: list[Place] = []
             for key, place in zip(missing, places, strict=True):
@@ -88,24 +95,50 @@ class Promotions:
         return promotes, missing
 
     def finish(self, reservation: LoadReservation, done: TransferDone) -> None:
-        """Commit what arrived, drop what failed; chunks that are late stay arriving."""
-        late = self._sort_out(reservation.promotes, done, frozenset())
-        self._counters.add(Metric.MISSES, len(late), label=FailureReason.DEADLINE.value)
+        """Commit what arrived, drop what failed, take late chunks off their slots.
+
+        A late chunk is absent from memory: another tier, or whoever computes it, may bring it.
+        """
+        late: list[_LatePart] = []
+        first = 0
+        for promote in reservation.promotes:
+            if done.failed or self._doomed:
+                part = self._finish_unevenly(promote, first, done.failed)
+                if part.keys:
+                    late.append(part)
+            else:
+                self._settle(promote, promote.keys, ())
+            first += len(promote.keys)
         if late:
-            self._late[reservation.job_id] = _Late(reservation.promotes, late)
+            self._late[reservation.job_id] = late
 
     def finish_late(self, done: TransferDone) -> bool:
         """Settle what missed its deadline; False: the job has nothing late."""
-        late = self._late.pop(done.job_id, None)
-        if late is None:
+        parts = self._late.pop(done.job_id, None)
+        if parts is None:
             return False
-        count = sum(len(promote.keys) for promote in late.promotes)
-        self._sort_out(late.promotes, done, frozenset(range(count)) - late.indices)
+        for part in parts:
+            self._finish_late_part(part, done.failed)
         return True
 
     def has_late(self) -> bool:
-        """Say whether a hung read still holds slots."""
+        """Return whether a hung read still holds slots."""
         return bool(self._late)
+
+    def reset(self) -> None:
+        """Let nothing that is late become resident."""
+        for parts in self._late.values():
+            for part in parts:
+                part.unwanted.update(part.keys)
+        for records in self._records:
+            records.reset()
+
+    def check(self) -> list[str]:
+        """Verify that each detached slot is awaited; return the violations in words."""
+        late_count = sum(len(part.slots) for parts in self._late.values() for part in parts)
+        if late_count == self._primary.detached_count:
+            return []
+        return [f"{self._primary.detached_count} slots are detached, {late_count} are awaited"]
 
     def commit(
         self, group_idx: int, keys: Sequence[OffloadKey], source_idx: int | None = None
@@ -123,55 +156,87 @@ class Promotions:
             if tier_idx == source_idx:
                 cascade.on_promoted(keys)
             else:
+                self._records[tier_idx].give_way(keys)
                 cascade.on_resident(group_idx, keys)
 
-    def _sort_out(
-        self, promotes: Sequence[Promote], done: TransferDone, settled_before: Container[int]
-    ) -> frozenset[int]:
-        """Sort chunks by their outcome; return the indices of those that are late.
+    def _finish_unevenly(
+        self, promote: Promote, first: int, failed: Mapping[int, FailureReason]
+    ) -> _LatePart:
+        """Settle the chunks of a promote that have come or failed; return those that are late.
 
-        Indices count the keys of all promotes in order, as `done.failed` does.
+        Its chunks have the indices from `first` in `failed`.
         """
-        late: set[int] = set()
-        first = 0
-        for promote in promotes:
-            arrived: list[OffloadKey] = []
-            lost: list[OffloadKey] = []
-            worthless: list[OffloadKey] = []
-            for i, key in enumerate(promote.keys, first):
-                reason = done.failed.get(i)
-                if i in settled_before:
-                    continue
-                if reason is None and key in self._doomed:
-                    lost.append(key)
-                elif reason is None:
-                    arrived.append(key)
-                elif reason is FailureReason.DEADLINE:
-                    late.add(i)
-                else:
-                    lost.append(key)
-                    if reason in _WORTHLESS:
-                        worthless.append(key)
-                    self._counters.add(Metric.MISSES, label=reason.value)
-            first += len(promote.keys)
-            self._settle(promote, arrived, lost, worthless)
-        return frozenset(late)
+        records = self._records[promote.tier_idx]
+        arrived: list[OffloadKey] = []
+        lost: dict[OffloadKey, FailureReason | None] = {}
+        late: dict[int, OffloadKey] = {}
+        for i, key in enumerate(promote.keys, first):
+            reason = failed.get(i)
+            if reason is None and key not in self._doomed:
+                arrived.append(key)
+            elif reason is FailureReason.DEADLINE:
+                late[i] = key
+            else:
+                lost[key] = reason
+        self._blame(records, lost)
+        self._settle(promote, arrived, tuple(lost))
+        keys = tuple(late.values())
+        slots = tuple(self._primary.detach(keys))
+        if late:
+            self._counters.add(Metric.MISSES, len(late), label=FailureReason.DEADLINE.value)
+            records.hang(keys, self._slot_bytes(promote, len(late)))
+        unwanted = {key for key in keys if key in self._doomed}
+        return _LatePart(promote, tuple(late), keys, slots, unwanted)
+
+    def _finish_late_part(self, part: _LatePart, failed: Mapping[int, FailureReason]) -> None:
+        """Let come what still can; give the other slots back."""
+        promote = part.promote
+        records = self._records[promote.tier_idx]
+        records.end_hang(part.keys, self._slot_bytes(promote, len(part.keys)))
+        resident = self._primary.locate(part.keys)
+        slots = dict(zip(part.keys, part.slots, strict=True))
+        arrived: list[OffloadKey] = []
+        lost: dict[OffloadKey, FailureReason | None] = {}
+        for i, key, slot in zip(part.indices, part.keys, resident, strict=True):
+            reason = failed.get(i)
+            is_held = slot is not None or key in self._primary.arriving or key in self._doomed
+            if reason is None and not is_held and key not in part.unwanted:
+                arrived.append(key)
+            else:
+                lost[key] = reason
+        self._primary.give_back([slots[key] for key in lost])
+        self._primary.reattach(arrived[::-1], [slots[key] for key in arrived[::-1]])
+        self._secondaries[promote.tier_idx].unpin(tuple(lost))
+        self._blame(records, {k: why for k, why in lost.items() if k not in part.unwanted})
+        self._settle(promote, arrived, ())
+
+    def _blame(
+        self, records: ReadableRecords, lost: Mapping[OffloadKey, FailureReason | None]
+    ) -> None:
+        """Count chunks that were not read; None: it was, and is not wanted any more."""
+        reasons = {key: reason for key, reason in lost.items() if reason is not None}
+        for reason in reasons.values():
+            self._counters.add(Metric.MISSES, label=reason.value)
+        if self._doomed:  # after a reset the record is another one, or none
+            reasons = {key: why for key, why in reasons.items() if key not in self._doomed}
+        records.fail(reasons)
 
     def _settle(
-        self,
-        promote: Promote,
-        arrived: Sequence[OffloadKey],
-        lost: Sequence[OffloadKey],
-        worthless: Sequence[OffloadKey],
+        self, promote: Promote, arrived: Sequence[OffloadKey], lost: Sequence[OffloadKey]
     ) -> None:
         secondary = self._secondaries[promote.tier_idx]
-        self._primary.abort(lost)
-        secondary.unpin([*arrived, *lost])
-        if worthless:
-            secondary.remove(worthless)
-        if arrived:
-            self.commit(promote.group_idx, arrived, source_idx=promote.tier_idx)
-            secondary.touch(arrived[::-1])
-            self._cascades[promote.tier_idx].count_promoted(
-                len(arrived), self._groups[promote.group_idx].chunk_bytes
-            )
+        if lost:
+            self._primary.abort(lost)
+            secondary.unpin(lost)
+        if not arrived:
+            return
+        secondary.unpin(arrived)
+        self._records[promote.tier_idx].succeed(arrived)
+        self.commit(promote.group_idx, arrived, source_idx=promote.tier_idx)
+        secondary.touch(arrived[::-1])
+        self._cascades[promote.tier_idx].count_promoted(
+            len(arrived), self._groups[promote.group_idx].chunk_bytes
+        )
+
+    def _slot_bytes(self, promote: Promote, count: int) -> int:
+        return count * self._groups[promote.group_idx].slot_bytes

@@ -48,6 +48,8 @@ class LoadReservation(NamedTuple):
     promotes: tuple[Promote, ...]
     pinned: tuple[OffloadKey, ...]
     """The chunks that were resident already, head first."""
+    retry_count: int = 0
+    """How many loads before this one did not bring these chunks."""
 
     @classmethod
     def of(

@@ -11,6 +11,7 @@ from typing import Self
 
 import numpy as np
 
+from tierstore.clock import Clock, MonotonicClock
 from tierstore.config import StoreConfig
 from tierstore.key import OffloadKey
 from tierstore.layout import GroupKind, GroupSpec
@@ -20,6 +21,7 @@ from tierstore.tier.cascade import Cascade
 from tierstore.tier.locator import Locator
 from tierstore.tier.primary import PrimaryTier
 from tierstore.tier.promotion import Promotions
+from tierstore.tier.readable import ReadableRecords
 from tierstore.tier.reservation import ChunkState, LoadReservation, OffloadReservation
 from tierstore.tier.residency import ResidencyLog
 from tierstore.tier.secondary import SecondaryTier
@@ -30,6 +32,11 @@ __all__ = ["PRIMARY_NAME", "TierStack"]
 _DEMOTE_AHEAD = 2
 """An `on_evict` tier records the victims of the next reservations ahead, by this many times the
 size of the last one, so that a reservation need not wait for a write."""
+
+_HUNG_SHARE = 4
+"""Each tier's hung reads may hold one part of so many of the pool; then it is not asked for more.
+
+What is running when it begins to hang can go beyond that, by one task of each of its threads."""
 
 PRIMARY_NAME = "primary"
 """The primary tier's label in metrics."""
@@ -46,9 +53,14 @@ class TierStack:
         cascades: Sequence[Cascade],
         counters: Counters,
         *,
+        hung_bytes_max: int,
+        clock: Clock,
         residency: ResidencyLog | None = None,
     ) -> None:
-        """Take over the tiers; `secondaries` and `cascades` are in the order of the config."""
+        """Take over the tiers; `secondaries` and `cascades` are in the order of the config.
+
+        A tier whose hung reads hold more than `hung_bytes_max` of slots is not asked for more.
+        """
         self._groups = groups
         self._primary = primary
         self._secondaries = secondaries
@@ -62,11 +74,13 @@ class TierStack:
         self._job_ids = itertools.count(1)
         # Chunks that were in flight when the tiers were reset: their bytes must not be found.
         self._doomed: set[OffloadKey] = set()
-        self._locator = Locator(primary, secondaries, self._doomed)
+        records = [ReadableRecords(tier, clock, hung_bytes_max) for tier in secondaries]
+        self._locator = Locator(primary, records, self._doomed)
         self._promotions = Promotions(
             groups=groups,
             primary=primary,
             secondaries=secondaries,
+            records=records,
             cascades=cascades,
             doomed=self._doomed,
             counters=counters,
@@ -82,8 +96,11 @@ class TierStack:
         rank_count: int,
         counters: Counters,
         residency: ResidencyLog | None = None,
+        clock: Clock | None = None,
     ) -> Self:
         """Open the control half of all configured tiers; `residency` is told what comes and goes.
+
+        `clock` measures for how long a record that failed is not offered; tests give their own.
 
         Raises:
             ConfigError: a capacity is too small.
@@ -126,7 +143,16 @@ class TierStack:
                 zip(config.secondary, secondaries, strict=True)
             )
         ]
-        return cls(groups, primary, secondaries, cascades, counters, residency=residency)
+        return cls(
+            groups,
+            primary,
+            secondaries,
+            cascades,
+            counters,
+            hung_bytes_max=config.primary.capacity_bytes // _HUNG_SHARE,
+            clock=clock or MonotonicClock(),
+            residency=residency,
+        )
 
     def close(self) -> None:
         """Finish the catalogs' queues and close them; idempotent."""
@@ -277,8 +303,8 @@ class TierStack:
     def finish_load(self, reservation: LoadReservation, done: TransferDone) -> None:
         """Take the answer to a load or promote: unpin, commit what came, drop what failed.
 
-        Chunks that missed their deadline stay arriving, since a hung read may still write to
-        their slots; a second answer of the same job, given to `complete`, settles them.
+        Chunks that missed their deadline are absent from then on, but a hung read may still write
+        to their slots: a second answer of the same job, given to `complete`, settles them.
         """
         if reservation.promotes:
             self._promotions.finish(reservation, done)
@@ -291,6 +317,32 @@ class TierStack:
             tail_first = reservation.pinned[::-1]
             self._primary.release(tail_first)
             self._tell_of_touch(reservation.pinned, tail_first)
+
+    def retry_load(
+        self, reservation: LoadReservation, done: TransferDone
+    ) -> LoadReservation | None:
+        """Reserve again what a finished load did not bring, from other tiers that have it.
+
+        As `reserve_load` with `partial`. None: no other tier has any of it, all were tried, or
+        there is no room.
+        """
+        if not done.failed or reservation.retry_count + 1 >= len(self._secondaries):
+            return None
+        promoted = [
+            (key, promote.group_idx) for promote in reservation.promotes for key in promote.keys
+        ]
+        failed = dict(promoted[i] for i in done.failed)
+        again = self.reserve_load(
+            [
+                (failed[chosen[0]], chosen)
+                for keys in reservation.keys
+                if (chosen := [key for key in keys if key in failed])
+            ],
+            partial=True,
+        )
+        if again is None or not any(again.keys):
+            return None
+        return again._replace(retry_count=reservation.retry_count + 1)
 
     def commands(self) -> list[Command]:
         """Return the demotes and releases that became possible since the last call."""
@@ -328,8 +380,12 @@ class TierStack:
         return sum(cascade.record_victims(coldest) for cascade in self._cascades)
 
     def has_work(self) -> bool:
-        """Say whether demotes or releases are waiting for `commands` or `complete`."""
-        return self._promotions.has_late() or any(cascade.has_work() for cascade in self._cascades)
+        """Return whether demotes, releases or hung reads are waiting for an answer."""
+        return self._promotions.has_late() or self.has_writes()
+
+    def has_writes(self) -> bool:
+        """Return whether demotes or releases are waiting for `commands` or `complete`."""
+        return any(cascade.has_work() for cascade in self._cascades)
 
     def write_queue_room_bytes(self) -> int:
         """Return the bytes that may be offloaded now without a tier dropping their demote."""
@@ -346,6 +402,7 @@ class TierStack:
             self._residency.left(self._primary.coldest(len(self._primary)))
         self._doomed.update(self._primary.clear())
         self._doomed.update(self._primary.arriving)
+        self._promotions.reset()
         for secondary in self._secondaries:
             secondary.reset(manifest)
 
@@ -355,7 +412,7 @@ class TierStack:
 
     def check(self) -> list[str]:
         """Verify the invariants of all tiers; return the violations in words (empty: sound)."""
-        problems = self._primary.check()
+        problems = self._primary.check() + self._promotions.check()
         for secondary in self._secondaries:
             problems += secondary.check()
         return problems

@@ -1,0 +1,148 @@
+"""The records of one tier that are worth reading now.
+
+What was found in a catalog may still not be had: its read hangs, has just failed, or was never
+begun because the tier stands still. The tier then answers *absent* for a while, so that another
+tier is asked, or the chunk is computed and stored again. This is the one place through which a
+tier is asked for records, and so the place for whatever else shall keep a tier from being asked.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tierstore.clock import Clock
+from tierstore.key import OffloadKey
+from tierstore.tier.reservation import ChunkState
+from tierstore.tier.secondary import SecondaryTier
+from tierstore.transfer import FailureReason, Place
+
+__all__ = ["FAILURES_MAX", "HIDDEN_SECONDS", "STALLED_SECONDS", "ReadableRecords"]
+
+HIDDEN_SECONDS = 30.0
+"""A record that could not be read is not offered for so long: long enough for others of a device
+that had a hiccup to be read meanwhile, short enough to matter after it."""
+
+STALLED_SECONDS = 2.0
+"""The same for one that nobody tried to read: nothing is known against it."""
+
+FAILURES_MAX = 2
+"""A record that could not be read so often is removed: its device may be sound, it is not."""
+
+_REMEMBERED_MAX = 1 << 14
+"""Failures beyond these are forgotten, the oldest first: their records are offered again."""
+
+_WORTHLESS = (FailureReason.ABSENT, FailureReason.CORRUPT)
+_UNREADABLE = (FailureReason.IO_ERROR, FailureReason.FULL)
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """What is known of a record that was not read."""
+
+    count: int
+    """Reads that failed; 0: it was never tried."""
+    hidden_until: float
+
+
+class ReadableRecords:
+    """One tier's catalog without the records that cannot be read now. One thread."""
+
+    def __init__(self, secondary: SecondaryTier, clock: Clock, hung_bytes_max: int) -> None:
+        """Share the tier; beyond `hung_bytes_max` of slots held by hung reads it is not asked."""
+        self._secondary = secondary
+        self._clock = clock
+        self._hung_bytes_max = hung_bytes_max
+        self._hung: set[OffloadKey] = set()
+        self._hung_bytes = 0
+        self._failures: OrderedDict[OffloadKey, _Failure] = OrderedDict()
+
+    def locate(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
+        """Do as `SecondaryTier.locate`; None also for what cannot be read now."""
+        asked = self._askable(keys)
+        if asked is keys:
+            return self._secondary.locate(keys)
+        places = dict(zip(asked, self._secondary.locate(asked), strict=True)) if asked else {}
+        return [places.get(key) for key in keys]
+
+    def states(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
+        """Do as `SecondaryTier.states`; absent is also what cannot be read now."""
+        asked = self._askable(keys)
+        if asked is keys:
+            return self._secondary.states(keys)
+        states = dict(zip(asked, self._secondary.states(asked), strict=True)) if asked else {}
+        return [states.get(key, ChunkState.ABSENT) for key in keys]
+
+    def hang(self, keys: Sequence[OffloadKey], slot_bytes: int) -> None:
+        """Take note of reads that hold slots of so many bytes together and do not end."""
+        self._hung.update(keys)
+        self._hung_bytes += slot_bytes
+
+    def end_hang(self, keys: Sequence[OffloadKey], slot_bytes: int) -> None:
+        """Take note that reads that hung have ended."""
+        self._hung.difference_update(keys)
+        self._hung_bytes -= slot_bytes
+
+    def fail(self, reasons: Mapping[OffloadKey, FailureReason]) -> None:
+        """Take note of records that were not read; remove those that are worthless.
+
+        Reasons that say nothing of the record or its device are ignored.
+        """
+        worthless: list[OffloadKey] = []
+        for key, reason in reasons.items():
+            known = self._failures.get(key)
+            count = known.count if known else 0
+            if reason in _WORTHLESS:
+                count = FAILURES_MAX
+            elif reason in _UNREADABLE:
+                count = min(FAILURES_MAX, count + 1)
+            elif reason is not FailureReason.STALLED:
+                continue
+            is_tried = reason is not FailureReason.STALLED
+            self._remember(key, count, HIDDEN_SECONDS if is_tried else STALLED_SECONDS)
+            if is_tried and count == FAILURES_MAX:
+                worthless.append(key)
+        if worthless:
+            self._secondary.remove(worthless)
+
+    def succeed(self, keys: Iterable[OffloadKey]) -> None:
+        """Take note that records were read: nothing is held against them any more."""
+        if self._failures:
+            for key in keys:
+                self._failures.pop(key, None)
+
+    def give_way(self, keys: Iterable[OffloadKey]) -> None:
+        """Remove the records that could not be read of chunks that are in memory again.
+
+        The tier would take them for recorded and not write them.
+        """
+        if not self._failures:
+            return
+        counts = {key: self._failures[key].count for key in keys if key in self._failures}
+        unreadable = [key for key, count in counts.items() if 0 < count < FAILURES_MAX]
+        if unreadable:  # those beyond were removed when they failed
+            self._secondary.remove(unreadable)
+        self.succeed(key for key, count in counts.items() if count)
+
+    def reset(self) -> None:
+        """Forget failures, since the records are forgotten; hung reads go on hanging."""
+        self._failures.clear()
+
+    def _remember(self, key: OffloadKey, count: int, hidden_seconds: float) -> None:
+        self._failures[key] = _Failure(count, self._clock.seconds() + hidden_seconds)
+        self._failures.move_to_end(key)
+        if len(self._failures) > _REMEMBERED_MAX:
+            self._failures.popitem(last=False)
+
+    def _askable(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        """Return the keys that the tier may be asked for: `keys` itself if all of them."""
+        if not self._failures and not self._hung:
+            return keys
+        if self._hung_bytes > self._hung_bytes_max:
+            return ()
+        now = self._clock.seconds()
+        failures, hung = self._failures, self._hung
+        return [
+            key
+            for key in keys
+            if key not in hung and (key not in failures or failures[key].hidden_until <= now)
+        ]
