@@ -3,6 +3,11 @@
 Copies are lazy: an offload reads its blocks when it is answered, or when a fence forces it to,
 and a load writes its blocks when it is answered. So a missing fence shows as wrong bytes in a slot.
 Freed blocks are handed out again at once.
+
+Like vLLM's scheduler with asynchronous outputs or speculation, it may know a state only one or two
+steps after it was computed (`hash_lag`), keep it for the next allocation to free, and offer it in the
+very step in which that allocation hands its block out. A decoding request may be given several
+tokens at once (`accepted`), whose boundary then lies inside a step.
 """
 
 from dataclasses import dataclass, field
@@ -60,6 +65,8 @@ class Request:
     tables: list = field(default_factory=lambda: [[], [], []])
     status: str = "waiting"
     is_new: bool = True
+    run: object = None
+    """Another one each time that the request starts anew."""
     weights: int = 0
     """Of the oldest KV that its KV comes after."""
 
@@ -80,8 +87,14 @@ class AskedClock:
 
 
 class SmallEngine:
-    def __init__(self, block_count):
+    def __init__(self, block_count, *, hash_lag=0, accepted=1):
         self.stack = ReferenceStack()
+        self.hash_lag = hash_lag
+        self.accepted = accepted
+        self.computed_states = []  # (step in which it is hashed, request's run, state)
+        self.hashed_states = []  # (request's run, state): offered in the next step
+        self.step_count = 0
+        self.states_offered_late = 0
         self.manifest = Manifest.simple("m", 1)
         self.planner = OffloadPlanner(
             SPECS,
@@ -109,7 +122,7 @@ class SmallEngine:
 
     def add(self, tokens):
         self.names += 1
-        request = Request(f"r{self.names}", tokens)
+        request = Request(f"r{self.names}", tokens, run=object())
         request.hash_blocks()
         self.requests[request.name] = request
         self.planner.add_request(request.name, request.hashes)
@@ -141,7 +154,7 @@ class SmallEngine:
             self._recompute(name)
         self.failed = []
         self.preempted, self.new_blocks, self.scheduled = [], [], {}
-        full_tables, state_blocks = [], []
+        full_tables = []
         for request in list(self.requests.values()):
             if request.status == "running":
                 self._schedule(request)
@@ -155,9 +168,9 @@ class SmallEngine:
                 tables = [list(table) for table in request.tables]
                 full_tables.append(FullTable(name, tables, request.computed))
                 request.is_new = False
-            end = request.computed + count
-            if end % BLOCK_TOKENS[STATE] == 0:
-                state_blocks.append(StateBlock(name, STATE, request.tables[STATE][-1], end))
+            self._expect_state(request, request.computed + count)
+        self._hash_states(0)
+        state_blocks = self._take_hashed_states()
         planned = self.planner.plan_step(
             EngineStep(
                 full_tables=full_tables,
@@ -171,6 +184,8 @@ class SmallEngine:
             )
         )
         self._run(planned)
+        self.step_count += 1
+        self._hash_states(1)
 
     def answer(self, job_id, *, ok):
         command = self.jobs.pop(job_id)
@@ -203,6 +218,34 @@ class SmallEngine:
 
     # The engine's own business.
 
+    def _expect_state(self, request, end):
+        boundary = end - end % STATE_TOKENS
+        if boundary > request.computed:
+            block = request.tables[STATE][boundary // STATE_TOKENS - 1]
+            state = StateBlock(request.name, STATE, block, boundary)
+            self.computed_states.append((self.step_count + self.hash_lag, request.run, state))
+
+    def _hash_states(self, lag_min):
+        """Hash what this step's allocation (0) or the outputs before the next one (1) make known."""
+        for entry in list(self.computed_states):
+            due, run, state = entry
+            if self.hash_lag >= lag_min and due <= self.step_count:
+                self.computed_states.remove(entry)
+                request = self.requests.get(state.request_id)
+                index = state.boundary_tokens // STATE_TOKENS - 1
+                if request and request.run is run and request.tables[STATE][index]:
+                    self.hashed_states.append((run, state))
+
+    def _take_hashed_states(self):
+        taken, self.hashed_states = self.hashed_states, []
+        offered = []
+        for run, state in taken:
+            request = self.requests.get(state.request_id)
+            if request and request.run is run:
+                offered.append(state)
+                self.states_offered_late += state.boundary_tokens <= request.computed
+        return offered
+
     def _take(self, count):
         if len(self.free) < count:
             return None
@@ -213,6 +256,7 @@ class SmallEngine:
             self.free.extend(block for block in table if block)
         request.tables = [[], [], []]
         request.computed = 0
+        request.run = object()
         request.is_new = True
 
     def _recompute(self, name):
@@ -225,11 +269,12 @@ class SmallEngine:
 
     def _schedule(self, request):
         if request.computed == len(request.tokens):
-            request.tokens += bytes([request.tokens[-1] % 250 + 1])
+            for _ in range(self.accepted):
+                request.tokens += bytes([request.tokens[-1] % 250 + 1])
             request.hash_blocks()
         boundary = (request.computed // STATE_TOKENS + 1) * STATE_TOKENS
         count = min(STEP_TOKENS_MAX, len(request.tokens) - request.computed)
-        if request.computed + count > boundary:
+        if count > self.accepted and request.computed + count > boundary:
             count -= (request.computed + count) % STATE_TOKENS
         if not self._grow(request, request.computed + count):
             self._release(request)
@@ -245,15 +290,18 @@ class SmallEngine:
             if block:
                 self.free.append(block)
                 request.tables[WINDOW][i] = 0
-        states = -(-end // BLOCK_TOKENS[STATE])
-        if len(request.tables[STATE]) < states and request.tables[STATE]:
-            self.free.append(request.tables[STATE][-1])
-            request.tables[STATE][-1] = 0
+        # The newest state is what the next one is computed from.
+        for i in range(-(-request.computed // STATE_TOKENS) - 1):
+            if request.tables[STATE][i]:
+                self.free.append(request.tables[STATE][i])
+                request.tables[STATE][i] = 0
         added = []
         for group_idx in (FULL, WINDOW, STATE):
             table = request.tables[group_idx]
             missing = -(-end // BLOCK_TOKENS[group_idx]) - len(table)
-            nulls = max(missing - 1, 0) if group_idx == STATE else 0
+            nulls = 0
+            if group_idx == STATE and end - request.computed > self.accepted:
+                nulls = max(missing - 1, 0)
             blocks = self._take(missing - nulls if missing > 0 else 0)
             if blocks is None:
                 return False

@@ -15,9 +15,13 @@ LENGTH_MAX = 48
 
 
 class PlannerMachine(RuleBasedStateMachine):
-    @initialize(block_count=st.integers(22, 60))
-    def start(self, block_count):
-        self.engine = SmallEngine(block_count)
+    @initialize(
+        block_count=st.integers(24, 60),
+        hash_lag=st.integers(0, 2),
+        accepted=st.sampled_from([1, 3]),
+    )
+    def start(self, block_count, hash_lag, accepted):
+        self.engine = SmallEngine(block_count, hash_lag=hash_lag, accepted=accepted)
 
     @precondition(lambda self: len(self.engine.requests) < 4)
     @rule(shared=st.integers(0, 40), length=st.integers(1, 40), fork=st.integers(0, 2))
@@ -134,6 +138,17 @@ def test_a_block_that_slid_out_of_the_window_is_not_offloaded_with_its_chunk():
         engine.step()
         engine.add(bytes([210 + i]) * 3)
     engine.answer_all()
+    engine.drain()
+
+
+def test_a_state_whose_block_is_handed_out_in_the_step_that_offers_it_is_not_published():
+    engine = SmallEngine(24, hash_lag=2, accepted=3)
+    engine.add(TEXT[:9])
+    engine.add(bytes([203]) * 10)
+    for _ in range(12):
+        engine.step()
+        engine.answer_all()
+    assert engine.states_offered_late
     engine.drain()
 
 

@@ -14,6 +14,7 @@ from tierstore.metrics import Counters
 from tierstore.planner import (
     EngineStep,
     FullTable,
+    NewBlocks,
     OffloadPlanner,
     PrefixAnswer,
     Progress,
@@ -104,6 +105,52 @@ def test_a_state_is_offloaded_only_where_a_hit_may_end():
     planner = open_planner(GroupKind.STATE, alignment_tokens=8)
     states = [StateBlock("r", 0, 31, 4), StateBlock("r", 0, 32, 8), StateBlock("r", 0, 0, 16)]
     assert blocks(offloads(planner, state_blocks=states)) == [32]
+
+
+HANDED_OUT = {
+    "to a new request": {"full_tables": [FullTable("other", [[0, 32]], 0)]},
+    "to one that nothing is cached of": {"full_tables": [FullTable("unknown", [[32]], 0)]},
+    "to a running request": {"new_blocks": [NewBlocks("unknown", [[32]])]},
+    "to its own request, further on": {"new_blocks": [NewBlocks("r", [[0, 32]])]},
+    "as the target of a copy": {"overwritten_block_ids": [32]},
+    "and its request preempted": {"preempted": ["r"]},
+}
+
+
+@pytest.mark.parametrize("step", HANDED_OUT.values(), ids=HANDED_OUT)
+def test_a_state_whose_block_is_handed_out_in_the_same_step_is_not_offloaded(step):
+    planner = open_planner(GroupKind.STATE, chunk_count=8)
+    planner.add_request("other", [])
+    states = [StateBlock("r", 0, 32, 8), StateBlock("r", 0, 33, 12)]
+    offloaded = [] if "preempted" in step else [33]
+    assert blocks(offloads(planner, state_blocks=states, **step)) == offloaded
+
+
+def test_a_state_whose_block_a_load_writes_from_this_step_on_is_not_offloaded():
+    planner = open_planner(GroupKind.STATE, chunk_count=8)
+    planner.overwrite([32])
+    states = [StateBlock("r", 0, 32, 8), StateBlock("r", 0, 33, 12)]
+    assert blocks(offloads(planner, state_blocks=states)) == [33]
+    (later,) = offloads(planner, state_blocks=[StateBlock("r", 0, 32, 16)])
+    assert blocks([later]) == [32], "what is written from now on is its own"
+
+
+KEPT = {
+    "computed in this step": {"new_blocks": [NewBlocks("r", [[32]])]},
+    "computed in a block that is copied onto first": {
+        "full_tables": [FullTable("r", [[0] * 8 + [32]], 33)],
+        "overwritten_block_ids": [32],
+    },
+    "shared with a request that hits it": {"full_tables": [FullTable("other", [[0, 32]], 8)]},
+}
+
+
+@pytest.mark.parametrize("step", KEPT.values(), ids=KEPT)
+def test_a_state_whose_block_stays_its_own_is_offloaded(step):
+    planner = open_planner(GroupKind.STATE, chunk_count=9)
+    planner.plan_step(EngineStep(full_tables=[FullTable("r", [[0] * 8], 0)]))
+    planner.add_request("other", [])
+    assert blocks(offloads(planner, state_blocks=[StateBlock("r", 0, 32, 36)], **step)) == [32]
 
 
 def test_offloads_in_flight_have_a_limit():

@@ -10,6 +10,7 @@ from tierstore.planner.groups import GroupOffloadConfig
 from tierstore.planner.in_flight import InFlight, OffloadJob
 from tierstore.planner.request import RequestGroupState, RequestOffloadState
 from tierstore.planner.step import EngineStep, Progress, StateBlock
+from tierstore.planner.writes import StepWrites
 from tierstore.tier.stack import TierStack
 from tierstore.transfer import Offload
 
@@ -41,8 +42,15 @@ class Offloads:
         self._stack = stack
         self._in_flight = in_flight
 
-    def plan(self, step: EngineStep, requests: Mapping[str, RequestOffloadState]) -> list[Offload]:
-        """Offer every chunk that this step completes; return the copies of those that are new."""
+    def plan(
+        self, step: EngineStep, requests: Mapping[str, RequestOffloadState], writes: StepWrites
+    ) -> list[Offload]:
+        """Offer every chunk that this step completes; return the copies of those that are new.
+
+        `writes` is what this step gives to anyone. It need not be compared with the chunks of
+        `step.progress`: their requests are scheduled, so the engine took nothing from them but
+        what lies before `alive_from`. A state it may have taken, whoever is scheduled.
+        """
         batches: dict[int, _Batch] = {}
         for progress in step.progress:
             state = requests.get(progress.request_id)
@@ -52,8 +60,9 @@ class Offloads:
                 state.expect_next_chunk()
         for block in step.state_blocks:
             state = requests.get(block.request_id)
-            if state is not None and not state.is_outdated:
-                self._offer_state(batches, block, state)
+            if state is None or state.is_outdated or block.request_id in step.preempted:
+                continue
+            self._offer_state(batches, block, state, writes)
         return [
             offload
             for group_idx, batch in batches.items()
@@ -98,10 +107,16 @@ class Offloads:
             batch.request_ids.add(progress.request_id)
 
     def _offer_state(
-        self, batches: dict[int, _Batch], block: StateBlock, state: RequestOffloadState
+        self,
+        batches: dict[int, _Batch],
+        block: StateBlock,
+        state: RequestOffloadState,
+        writes: StepWrites,
     ) -> None:
         config = self._configs.get(block.group_idx)
         if config is None or not block.block_id or block.boundary_tokens % config.alignment_tokens:
+            return
+        if writes.spoils(block, block.boundary_tokens // config.spec.tokens_per_block - 1):
             return
         chunk = block.boundary_tokens // config.tokens_per_chunk - 1
         hashes = config.hashes(state.block_hashes, chunk, chunk + 1)

@@ -4,7 +4,6 @@ import dataclasses
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 from tierstore.clock import Clock
 from tierstore.key import Namespace
@@ -18,6 +17,7 @@ from tierstore.planner.match import match_prefix
 from tierstore.planner.offload import Offloads
 from tierstore.planner.request import RequestOffloadState, Wait
 from tierstore.planner.step import NOTHING_PLANNED, EngineStep, PlannedStep
+from tierstore.planner.writes import StepWrites
 from tierstore.tier.stack import TierStack
 from tierstore.transfer import Command, JobId, StepPlan, TransferDone
 
@@ -104,6 +104,7 @@ class OffloadPlanner:
         self._load_requests: dict[JobId, str] = {}
         self._failed_requests: list[str] = []
         self._fences: set[JobId] = set()
+        self._writes = StepWrites()
         self._idle_steps = 0
         self._is_cacheable = all(
             config.spec.kind is not GroupKind.UNCACHED for config in self._configs
@@ -171,8 +172,15 @@ class OffloadPlanner:
         self._in_flight.loads[plan.command.job_id] = LoadJob(plan.reservation, request_id)
         self._loads.append(plan.command)
         self._load_requests[plan.command.job_id] = request_id
-        self._fences |= self._in_flight.readers_of(target.block_ids())
+        self.overwrite(target.block_ids())
         return min(plan.promoted_tokens, target.hit_tokens - target.local_tokens)
+
+    def overwrite(self, block_ids: Sequence[int]) -> None:
+        """Take blocks that are written from the next step on, by a load of whomever.
+
+        Offloads that read them are fenced, and the next step offloads nothing that they held.
+        """
+        self._writes.add(block_ids)
 
     def completing(self, request_ids: Sequence[str], ready_tokens: Sequence[int]) -> list[int]:
         """Say which requests, by position, belong into `EngineStep.progress` if so far ready."""
@@ -190,12 +198,12 @@ class OffloadPlanner:
 
         The work is proportional to the blocks that came and the chunks that this step completes.
         """
-        self._take_tables(step)
-        if step.overwritten_block_ids:
-            self._fences |= self._in_flight.readers_of(step.overwritten_block_ids)
+        writes, self._writes = self._writes, StepWrites()
+        self._take_tables(step, writes)
+        self._fences |= self._in_flight.readers_of(writes.all())
         if step.preempted:
             self._fences |= self._in_flight.offloads_of(step.preempted)
-        offloads = self._offloads.plan(step, self._requests)
+        offloads = self._offloads.plan(step, self._requests, writes)
         commands = (*self._loads, *self._stack.commands(), *offloads)
         self._idle_steps = 0 if commands else self._idle_steps + 1
         if not (commands or self._fences or self._failed_requests):
@@ -209,23 +217,27 @@ class OffloadPlanner:
         self._failed_requests, self._fences = [], set()
         return planned
 
-    def _take_tables(self, step: EngineStep) -> None:
-        if not (step.full_tables or step.new_blocks):
-            return
-        written: list[Sequence[int]] = []
+    def _take_tables(self, step: EngineStep, writes: StepWrites) -> None:
+        writes.add_copied_onto(step.overwritten_block_ids)
         for table in step.full_tables:
             state = self._requests.get(table.request_id)
             if state is not None:
                 state.replace_tables(table.block_ids, table.computed_tokens)
             for config in self._configs:
-                blocks = table.block_ids[config.spec.group_idx]
-                written.append(blocks[table.computed_tokens // config.spec.tokens_per_block :])
+                group_idx = config.spec.group_idx
+                first = table.computed_tokens // config.spec.tokens_per_block
+                blocks = table.block_ids[group_idx][first:]
+                writes.add(blocks)
+                if config.spec.kind is GroupKind.STATE:
+                    writes.add_states(table.request_id, group_idx, first, blocks)
         for new in step.new_blocks:
+            for blocks in new.block_ids:
+                writes.add(blocks)
             state = self._requests.get(new.request_id)
             if state is not None:
+                for group_idx, length in state.state_lengths.items():
+                    writes.add_states(new.request_id, group_idx, length, new.block_ids[group_idx])
                 state.append_blocks(new.block_ids)
-            written.extend(new.block_ids)
-        self._fences |= self._in_flight.readers_of(chain.from_iterable(written))
 
     def complete(self, done: TransferDone) -> None:
         """Take the answer to a job: publish or drop its chunks, release its pins."""

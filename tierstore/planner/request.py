@@ -39,6 +39,8 @@ class RequestOffloadState:
     """The engine's live list; it grows as tokens come."""
     groups: Mapping[int, RequestGroupState]
     """By group index; groups whose blocks are handed over one by one (STATE) are left out."""
+    state_lengths: dict[int, int]
+    """Of those left out, by group index: how many entries the engine's table has."""
     next_ready_tokens: int = _NEVER
     """So many computed tokens complete the next chunk of some group."""
     wait: Wait | None = None
@@ -63,7 +65,8 @@ class RequestOffloadState:
             for config in configs
             if config.spec.kind is not GroupKind.STATE
         }
-        return cls(block_hashes, groups)
+        states = [c.spec.group_idx for c in configs if c.spec.kind is GroupKind.STATE]
+        return cls(block_hashes, groups, dict.fromkeys(states, 0))
 
     def replace_tables(self, tables: Sequence[Sequence[int]], computed_tokens: int) -> None:
         """Take full tables (admission, resumption): every chunk is offered again.
@@ -79,12 +82,16 @@ class RequestOffloadState:
         for group_idx, group in self.groups.items():
             group.block_ids = list(tables[group_idx])
             group.next_chunk = loaded_tokens // group.config.tokens_per_chunk
+        for group_idx in self.state_lengths:
+            self.state_lengths[group_idx] = len(tables[group_idx])
         self.expect_next_chunk()
 
     def append_blocks(self, tables: Sequence[Sequence[int]]) -> None:
         """Take the blocks that this step added."""
         for group_idx, group in self.groups.items():
             group.block_ids.extend(tables[group_idx])
+        for group_idx in self.state_lengths:
+            self.state_lengths[group_idx] += len(tables[group_idx])
 
     def outdate(self, configs: Sequence[GroupOffloadConfig]) -> None:
         """Name chunks by `configs`, and offer none that comes after KV from before."""
