@@ -4,10 +4,10 @@ Copies are lazy: an offload reads its blocks when it is answered, or when a fenc
 and a load writes its blocks when it is answered. So a missing fence shows as wrong bytes in a slot.
 Freed blocks are handed out again at once.
 
-Like vLLM's scheduler with asynchronous outputs or speculation, it may know a state only one or two
-steps after it was computed (`hash_lag`), keep it for the next allocation to free, and offer it in the
-very step in which that allocation hands its block out. A decoding request may be given several
-tokens at once (`accepted`), whose boundary then lies inside a step.
+Like vLLM's scheduler with asynchronous outputs or speculation, it may know a state only one or
+two steps after it was computed (`hash_lag`), keep it for the next allocation to free, and offer it
+in the very step in which that allocation hands its block out. A decoding request may be given
+several tokens at once (`accepted`), whose boundary then lies inside a step.
 """
 
 from dataclasses import dataclass, field
@@ -87,8 +87,8 @@ class AskedClock:
 
 
 class SmallEngine:
-    def __init__(self, block_count, *, hash_lag=0, accepted=1):
-        self.stack = ReferenceStack()
+    def __init__(self, block_count, *, hash_lag=0, accepted=1, slot_count=None):
+        self.stack = ReferenceStack(slot_count)
         self.hash_lag = hash_lag
         self.accepted = accepted
         self.computed_states = []  # (step in which it is hashed, request's run, state)
@@ -199,7 +199,6 @@ class SmallEngine:
 
     def evict(self, key, *, record):
         if self.stack.states.get(key) is ChunkState.RESIDENT and not self.stack.pins.get(key):
-            self.records[key] = self.slots[self.stack.slots[key]]
             self.stack.evict([key])
             if record:
                 self.stack.states[key] = ChunkState.RECORDED
@@ -226,7 +225,7 @@ class SmallEngine:
             self.computed_states.append((self.step_count + self.hash_lag, request.run, state))
 
     def _hash_states(self, lag_min):
-        """Hash what this step's allocation (0) or the outputs before the next one (1) make known."""
+        """Hash what an allocation (0) or the outputs before the next one (1) make known."""
         for entry in list(self.computed_states):
             due, run, state = entry
             if self.hash_lag >= lag_min and due <= self.step_count:
@@ -340,7 +339,8 @@ class SmallEngine:
         request.weights = self.weights
         request.status = "loading"
         target = LoadTarget(0, hit, {i: list(table) for i, table in enumerate(request.tables)})
-        self.planner.begin_load(request.name, target)
+        promoted_tokens = self.planner.begin_load(request.name, target)
+        assert (promoted_tokens is None) == self.stack.refuses_loads, "a promise was broken"
 
     def _run(self, planned):
         for job_id in planned.plan.fence_job_ids:
@@ -384,7 +384,10 @@ class SmallEngine:
                 for block, content in zip(row, self.slots[slot], strict=True):
                     if block >= 0:
                         self.memory[block] = content if ok else "torn"
-        self.planner.complete(TransferDone(job_id=job_id, ok=ok))
+        promoted_count = sum(len(promote.keys) for promote in load.promotes)
+        # Of a load from the tiers one chunk is lost, and the others arrive.
+        lost = {} if ok or not promoted_count else {promoted_count // 2: FailureReason.CORRUPT}
+        self.planner.complete(TransferDone(job_id=job_id, ok=ok, failed=lost))
         if not ok or request.status == "aborted":
             self._recompute(request.name)
             return
@@ -417,3 +420,4 @@ class SmallEngine:
                 ends = range(len(prefix) - size * (count - 1), len(prefix) + 1, size)
                 expected = [(group_idx, prefix[:end], self.weights) for end in ends]
                 assert self.slots[self.stack.slots[key]] == expected, (key, state)
+                self.records[key] = expected

@@ -5,72 +5,14 @@ what it preempts through another request's table, and has one alignment.
 """
 
 import pytest
-from reference_stack import ReferenceStack
+from one_group import WAITS, StandingClock, blocks, fenced, offloads, open_planner
 
-from tierstore.key import Namespace
-from tierstore.layout import GroupKind, GroupSpec
+from tierstore.layout import GroupKind
 from tierstore.manifest import Manifest
-from tierstore.metrics import Counters
-from tierstore.planner import (
-    EngineStep,
-    FullTable,
-    NewBlocks,
-    OffloadPlanner,
-    PrefixAnswer,
-    Progress,
-    StateBlock,
-)
+from tierstore.planner import EngineStep, FullTable, NewBlocks, PrefixAnswer, Progress, StateBlock
 from tierstore.planner.offload import OFFLOAD_COUNT_MAX
 from tierstore.planner.planner import IDLE_STEP_COUNT_MAX, WAIT_COUNT_MAX, WAIT_SECONDS_MAX
 from tierstore.transfer import TransferDone
-
-
-class StandingClock:
-    def __init__(self):
-        self.now = 100.0
-
-    def seconds(self):
-        return self.now
-
-
-def open_planner(
-    kind=GroupKind.FULL, *, chunk_count=8, alignment_tokens=4, draft_groups=(), clock=None
-):
-    """One request `r` of one group: blocks of 4 tokens, a chunk each; block i + 1 is chunk i's."""
-    spec = GroupSpec(
-        group_idx=0,
-        kind=kind,
-        tokens_per_block=4,
-        blocks_per_chunk=1,
-        chunk_bytes=1,
-        window_tokens=9 if kind is GroupKind.SLIDING_WINDOW else 0,
-    )
-    planner = OffloadPlanner(
-        [spec],
-        Namespace(b"n" * 8),
-        ReferenceStack(),
-        hash_tokens=4,
-        counters=Counters(),
-        clock=clock or StandingClock(),
-        alignment_tokens=alignment_tokens,
-        draft_groups=draft_groups,
-    )
-    planner.add_request("r", [number.to_bytes(8, "big") for number in range(chunk_count)])
-    table = FullTable("r", [list(range(1, chunk_count + 1))], 0)
-    assert not planner.plan_step(EngineStep(full_tables=[table])).plan
-    return planner
-
-
-def offloads(planner, **step):
-    return planner.plan_step(EngineStep(**step)).plan.commands
-
-
-def blocks(commands):
-    return [block for command in commands for block in command.block_ids.ravel().tolist()]
-
-
-def fenced(planner, **step):
-    return planner.plan_step(EngineStep(**step)).plan.fence_job_ids
 
 
 def test_a_block_that_is_copied_onto_waits_for_the_offload_that_reads_it():
@@ -187,9 +129,6 @@ def test_an_offload_that_failed_without_saying_where_publishes_nothing():
     )
     planner.complete(TransferDone(job_id=again.job_id))
     assert planner.match("r", 0, 9) == PrefixAnswer(8)
-
-
-WAITS = PrefixAnswer(0, ask_again=True)
 
 
 def test_a_request_waits_for_chunks_that_arrive_however_often_it_asks_but_not_for_ever():

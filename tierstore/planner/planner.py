@@ -6,18 +6,19 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from tierstore.clock import Clock
-from tierstore.key import Namespace
+from tierstore.key import Namespace, OffloadKey
 from tierstore.layout import GroupKind, GroupSpec
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters, Metric
 from tierstore.planner.groups import build_group_configs
 from tierstore.planner.in_flight import InFlight, LoadJob
 from tierstore.planner.load import LoadTarget, build_load
-from tierstore.planner.match import match_prefix
+from tierstore.planner.match import HitQuestion, match_prefix
 from tierstore.planner.offload import Offloads
 from tierstore.planner.request import RequestOffloadState, Wait
 from tierstore.planner.step import NOTHING_PLANNED, EngineStep, PlannedStep
 from tierstore.planner.writes import StepWrites
+from tierstore.tier.reservation import LoadReservation
 from tierstore.tier.stack import TierStack
 from tierstore.transfer import Command, JobId, StepPlan, TransferDone
 
@@ -32,8 +33,9 @@ __all__ = [
 _logger = logging.getLogger(__name__)
 
 WAIT_COUNT_MAX = 16
-"""Times, and `WAIT_SECONDS_MAX`: a request is told to ask again while chunks are arriving, until
-both are exceeded; then it takes what is there.
+"""Times, and `WAIT_SECONDS_MAX`: a request is told to ask again while chunks are arriving, or while
+other transfers hold the room that its hit needs, until both are exceeded; then it takes what is
+there and has room.
 
 Mostly they come for another request with the same prefix, in less time than computing them takes.
 Questions alone are no measure, since an engine that has nothing else to do asks every millisecond;
@@ -53,7 +55,7 @@ class PrefixAnswer:
 
     token_count: int
     ask_again: bool = False
-    """More is arriving: no decision yet."""
+    """More is arriving, or room for more comes back: no decision yet."""
 
 
 class OffloadPlanner:
@@ -134,10 +136,10 @@ class OffloadPlanner:
         state = self._requests.get(request_id)
         if state is None or state.is_suppressed or state.load_job is not None:
             return PrefixAnswer(0)
-        found = match_prefix(
-            self._stack, self._configs, state.block_hashes, local_tokens, token_count
-        )
-        if found.hoped_tokens <= found.ready_tokens:
+        question = HitQuestion(state.block_hashes, local_tokens, token_count, state.lost_keys)
+        found = match_prefix(self._stack, self._configs, question)
+        # What a failed load left arriving may never come: its request takes what is there.
+        if found.hoped_tokens <= found.ready_tokens or state.failed_load_count:
             state.wait = None
         elif not self._has_waited_enough(state):
             return PrefixAnswer(0, ask_again=True)
@@ -162,7 +164,8 @@ class OffloadPlanner:
         if state is not None:
             plan = build_load(self._stack, self._configs, state.block_hashes, target)
         if state is None or plan is None:
-            self.suppress(request_id)
+            if state is not None:
+                state.note_failed_load()
             self._failed_requests.append(request_id)
             self._counters.add(Metric.FAILED_LOADS, label="gone")
             return None
@@ -261,9 +264,9 @@ class OffloadPlanner:
         state = self._requests.get(load.request_id)
         if state is not None and state.load_job == done.job_id:
             state.load_job = None
-            state.loaded_tokens = 0 if is_lost else state.loaded_tokens
-            # The engine asks again at once; with the same answer it would fail for ever.
-            state.is_suppressed |= is_lost
+            if is_lost:
+                state.loaded_tokens = 0
+                state.note_failed_load(_lost_keys(load.reservation, done))
 
     def has_work(self) -> bool:
         """Say whether the engine should go on stepping although it has no request.
@@ -310,3 +313,9 @@ class OffloadPlanner:
             if job_id not in self._in_flight.loads
         ]
         return problems
+
+
+def _lost_keys(reservation: LoadReservation, done: TransferDone) -> frozenset[OffloadKey]:
+    """Return the chunks that did not come, late ones included."""
+    keys = [key for promote in reservation.promotes for key in promote.keys]
+    return frozenset(keys[i] for i in done.failed)

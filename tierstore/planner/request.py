@@ -3,13 +3,17 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tierstore.key import OffloadKey
 from tierstore.layout import GroupKind
 from tierstore.planner.groups import GroupOffloadConfig
 from tierstore.transfer import JobId
 
-__all__ = ["RequestGroupState", "RequestOffloadState", "Wait"]
+__all__ = ["LOAD_RETRY_COUNT_MAX", "RequestGroupState", "RequestOffloadState", "Wait"]
 
 _NEVER = 1 << 62
+
+LOAD_RETRY_COUNT_MAX = 1
+"""Loads of one request after one that failed."""
 
 
 @dataclass(slots=True)
@@ -48,8 +52,11 @@ class RequestOffloadState:
     load_job: JobId | None = None
     loaded_tokens: int = 0
     """The load brought everything before this token, the first included; said to the next table."""
+    failed_load_count: int = 0
+    lost_keys: frozenset[OffloadKey] = frozenset()
+    """What did not come with the load that failed; the request does not ask for it again."""
     is_suppressed: bool = False
-    """A load failed: this request is recomputed, and never asks the tiers again."""
+    """Too many loads failed: this request is recomputed, and never asks the tiers again."""
     has_kv: bool = False
     """Something was computed for it, or is being loaded."""
     is_outdated: bool = False
@@ -92,6 +99,16 @@ class RequestOffloadState:
             group.block_ids.extend(tables[group_idx])
         for group_idx in self.state_lengths:
             self.state_lengths[group_idx] += len(tables[group_idx])
+
+    def note_failed_load(self, lost_keys: frozenset[OffloadKey] = frozenset()) -> None:
+        """Take note that a promised hit was not loaded.
+
+        The engine asks again at once, and what arrived is resident: that much is loaded once more.
+        With the same answer for ever the request would never be computed.
+        """
+        self.failed_load_count += 1
+        self.lost_keys = lost_keys
+        self.is_suppressed |= self.failed_load_count > LOAD_RETRY_COUNT_MAX
 
     def outdate(self, configs: Sequence[GroupOffloadConfig]) -> None:
         """Name chunks by `configs`, and offer none that comes after KV from before."""
