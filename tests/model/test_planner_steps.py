@@ -70,7 +70,7 @@ def test_a_state_whose_block_is_handed_out_in_the_same_step_is_not_offloaded(ste
 
 def test_a_state_whose_block_a_load_writes_from_this_step_on_is_not_offloaded():
     planner = open_planner(GroupKind.STATE, chunk_count=8)
-    planner.overwrite([32])
+    planner.note_written([32])
     states = [StateBlock("r", 0, 32, 8), StateBlock("r", 0, 33, 12)]
     assert blocks(offloads(planner, state_blocks=states)) == [33]
     (later,) = offloads(planner, state_blocks=[StateBlock("r", 0, 32, 16)])

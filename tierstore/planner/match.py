@@ -1,11 +1,10 @@
 """How long a prefix the tiers can restore: the hit formula over one batch of lookups."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from tierstore.key import OffloadKey
 from tierstore.layout import GroupKind
 from tierstore.planner.groups import BoolArray, GroupOffloadConfig
 from tierstore.planner.room import HitRoom, longest
@@ -26,8 +25,6 @@ class HitQuestion:
     block_hashes: Sequence[bytes]
     local_tokens: int
     token_count: int
-    lost_keys: Collection[OffloadKey] = ()
-    """Chunks that count as absent, wherever they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,18 +119,6 @@ def _with_room(room: HitRoom, found: _Candidates, *, is_room_held: bool) -> Rest
     return RestorablePrefix(ready, longest(found.lengths[found.is_hoped], room.has_ever))
 
 
-def _states(
-    stack_states: Sequence[ChunkState],
-    keys: Sequence[OffloadKey],
-    lost_keys: Collection[OffloadKey],
-) -> bytes:
-    """Return one byte per chunk; those that are lost count as absent."""
-    if lost_keys:
-        pairs = zip(stack_states, keys, strict=False)
-        return bytes(ChunkState.ABSENT if key in lost_keys else state for state, key in pairs)
-    return bytes(stack_states)
-
-
 def _full_run(
     stack: TierStack, config: GroupOffloadConfig, question: HitQuestion, limit: int
 ) -> _Run:
@@ -146,7 +131,7 @@ def _full_run(
     has_recorded = False
     while asked < len(hashes):
         keys = config.keys_of(hashes[asked : asked + batch])
-        states = _states(stack.locate_run(keys), keys, question.lost_keys)
+        states = bytes(stack.locate_run(keys))
         arriving = states.find(ChunkState.ARRIVING)
         absent = states.find(ChunkState.ABSENT)
         has_recorded |= ChunkState.RECORDED in states
@@ -184,7 +169,7 @@ def _others_satisfied(
         keys = config.keys(question.block_hashes, base, end)
         batches.append((config, base, keys))
     asked = [key for _, _, keys in batches for key in keys]
-    states = _states(stack.locate_in_step(asked), asked, question.lost_keys)
+    states = bytes(stack.locate_in_step(asked))
     all_states = np.frombuffer(states, np.uint8)
     is_ready = lengths <= ready_limit
     is_hoped = np.ones(len(lengths), np.bool_)

@@ -2,11 +2,11 @@
 
 import dataclasses
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from tierstore.clock import Clock
-from tierstore.key import Namespace, OffloadKey
+from tierstore.key import Namespace
 from tierstore.layout import GroupKind, GroupSpec
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters, Metric
@@ -18,7 +18,6 @@ from tierstore.planner.offload import Offloads
 from tierstore.planner.request import RequestOffloadState, Wait
 from tierstore.planner.step import NOTHING_PLANNED, EngineStep, PlannedStep
 from tierstore.planner.writes import StepWrites
-from tierstore.tier.reservation import LoadReservation
 from tierstore.tier.stack import TierStack
 from tierstore.transfer import Command, JobId, StepPlan, TransferDone
 
@@ -136,7 +135,7 @@ class OffloadPlanner:
         state = self._requests.get(request_id)
         if state is None or state.is_suppressed or state.load_job is not None:
             return PrefixAnswer(0)
-        question = HitQuestion(state.block_hashes, local_tokens, token_count, state.lost_keys)
+        question = HitQuestion(state.block_hashes, local_tokens, token_count)
         found = match_prefix(self._stack, self._configs, question)
         # What a failed load left arriving may never come: its request takes what is there.
         if found.hoped_tokens <= found.ready_tokens or state.failed_load_count:
@@ -175,15 +174,15 @@ class OffloadPlanner:
         self._in_flight.loads[plan.command.job_id] = LoadJob(plan.reservation, request_id)
         self._loads.append(plan.command)
         self._load_requests[plan.command.job_id] = request_id
-        self.overwrite(target.block_ids())
+        self.note_written(target.block_ids())
         return min(plan.promoted_tokens, target.hit_tokens - target.local_tokens)
 
-    def overwrite(self, block_ids: Sequence[int]) -> None:
-        """Take blocks that are written from the next step on, by a load of whomever.
+    def note_written(self, block_ids: Iterable[int]) -> None:
+        """Take blocks to which a load, of whomever, writes from the next step on.
 
         Offloads that read them are fenced, and the next step offloads nothing that they held.
         """
-        self._writes.add(block_ids)
+        self._writes.add(list(block_ids))
 
     def completing(self, request_ids: Sequence[str], ready_tokens: Sequence[int]) -> list[int]:
         """Say which requests, by position, belong into `EngineStep.progress` if so far ready."""
@@ -266,7 +265,7 @@ class OffloadPlanner:
             state.load_job = None
             if is_lost:
                 state.loaded_tokens = 0
-                state.note_failed_load(_lost_keys(load.reservation, done))
+                state.note_failed_load()
 
     def has_work(self) -> bool:
         """Say whether the engine should go on stepping although it has no request.
@@ -313,9 +312,3 @@ class OffloadPlanner:
             if job_id not in self._in_flight.loads
         ]
         return problems
-
-
-def _lost_keys(reservation: LoadReservation, done: TransferDone) -> frozenset[OffloadKey]:
-    """Return the chunks that did not come, late ones included."""
-    keys = [key for promote in reservation.promotes for key in promote.keys]
-    return frozenset(keys[i] for i in done.failed)

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tierstore.key import OffloadKey
 from tierstore.layout import GroupKind
 from tierstore.planner.groups import GroupOffloadConfig
 from tierstore.transfer import JobId
@@ -53,8 +52,6 @@ class RequestOffloadState:
     loaded_tokens: int = 0
     """The load brought everything before this token, the first included; said to the next table."""
     failed_load_count: int = 0
-    lost_keys: frozenset[OffloadKey] = frozenset()
-    """What did not come with the load that failed; the request does not ask for it again."""
     is_suppressed: bool = False
     """Too many loads failed: this request is recomputed, and never asks the tiers again."""
     has_kv: bool = False
@@ -100,14 +97,14 @@ class RequestOffloadState:
         for group_idx in self.state_lengths:
             self.state_lengths[group_idx] += len(tables[group_idx])
 
-    def note_failed_load(self, lost_keys: frozenset[OffloadKey] = frozenset()) -> None:
+    def note_failed_load(self) -> None:
         """Take note that a promised hit was not loaded.
 
-        The engine asks again at once, and what arrived is resident: that much is loaded once more.
-        With the same answer for ever the request would never be computed.
+        The engine asks again at once. What arrived is resident, and what failed is absent unless
+        another tier has it, so one more answer is worth it. With the same one for ever the request
+        would never be computed.
         """
         self.failed_load_count += 1
-        self.lost_keys = lost_keys
         self.is_suppressed |= self.failed_load_count > LOAD_RETRY_COUNT_MAX
 
     def outdate(self, configs: Sequence[GroupOffloadConfig]) -> None:

@@ -143,8 +143,8 @@ class PrimaryTier:
         pins = self._pins
         others = [key for key in staying if key not in pins] if pins else staying
         if isinstance(self._slots, UniformSlots):
-            held_count = len(pins) + len(others) + len(self._arriving)
-            return wanted[0] <= self._slots.slot_count - held_count
+            evictable_count = len(self._policy) - len(pins) - len(others)
+            return wanted[0] <= self._slots.free_count(0) + evictable_count
         located = self._policy.locate([*pins, *others])
         held = [slot for slot in located if slot is not None]
         return self._slots.has_room(wanted, [*held, *self._arriving.values()])
