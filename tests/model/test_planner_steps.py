@@ -9,7 +9,15 @@ from one_group import WAITS, StandingClock, blocks, fenced, offloads, open_plann
 
 from tierstore.layout import GroupKind
 from tierstore.manifest import Manifest
-from tierstore.planner import EngineStep, FullTable, NewBlocks, PrefixAnswer, Progress, StateBlock
+from tierstore.planner import (
+    EngineStep,
+    FullTable,
+    LastTable,
+    NewBlocks,
+    PrefixAnswer,
+    Progress,
+    StateBlock,
+)
 from tierstore.planner.offload import OFFLOAD_COUNT_MAX
 from tierstore.planner.planner import IDLE_STEP_COUNT_MAX, WAIT_COUNT_MAX, WAIT_SECONDS_MAX
 from tierstore.transfer import TransferDone
@@ -93,6 +101,75 @@ def test_a_state_whose_block_stays_its_own_is_offloaded(step):
     planner.plan_step(EngineStep(full_tables=[FullTable("r", [[0] * 8], 0)]))
     planner.add_request("other", [])
     assert blocks(offloads(planner, state_blocks=[StateBlock("r", 0, 32, 36)], **step)) == [32]
+
+
+LAST = LastTable([[1, 2, 3, 4]], 15)
+"""Three chunks are full, and the request's last token was only sampled."""
+
+
+def test_what_a_request_completed_and_was_not_offered_is_offloaded_after_its_end():
+    planner = open_planner()
+    offloads(planner, progress=[Progress("r", 0, 4)])
+    planner.finish_request("r", LAST)
+    assert planner.has_work()
+    assert blocks(offloads(planner)) == [2, 3]
+    assert offloads(planner) == ()
+
+
+TAKEN = {
+    "by a new request": {"full_tables": [FullTable("other", [[20, 2]], 0)]},
+    "by a running request": {"new_blocks": [NewBlocks("other", [[2]])]},
+    "by a copy": {"overwritten_block_ids": [2]},
+}
+
+
+@pytest.mark.parametrize("step", TAKEN.values(), ids=TAKEN)
+def test_a_chunk_that_loses_its_block_in_the_step_after_its_request_is_not_offloaded(step):
+    planner = open_planner()
+    planner.finish_request("r", LAST)
+    assert blocks(offloads(planner, **step)) == [1, 3]
+
+
+def test_a_chunk_that_loses_its_block_to_a_load_after_its_request_is_not_offloaded():
+    planner = open_planner()
+    planner.finish_request("r", LAST)
+    planner.note_written([2])
+    assert blocks(offloads(planner)) == [1, 3]
+
+
+def test_a_chunk_whose_block_another_request_shares_after_its_request_is_offloaded():
+    planner = open_planner()
+    planner.finish_request("r", LAST)
+    assert blocks(offloads(planner, full_tables=[FullTable("heir", [[1, 2, 20]], 8)])) == [1, 2, 3]
+
+
+def test_of_a_window_what_the_engine_still_held_at_the_end_is_offloaded():
+    planner = open_planner(GroupKind.SLIDING_WINDOW)
+    planner.finish_request("r", LastTable([[0, 2, 3, 4]], 15))
+    assert blocks(offloads(planner)) == [2, 3]
+
+
+def test_a_request_that_was_preempted_leaves_nothing():
+    planner = open_planner()
+    offloads(planner, preempted=["r"])
+    planner.finish_request("r", LAST)
+    assert offloads(planner) == ()
+
+
+def test_a_request_that_waits_for_blocks_to_be_loaded_leaves_nothing():
+    planner = open_planner()
+    planner.add_request("waiting", [number.to_bytes(8, "big") for number in range(4)])
+    planner.finish_request("waiting", LAST)
+    assert offloads(planner) == ()
+
+
+def test_what_a_request_left_is_not_offloaded_after_a_reset_or_in_doubt():
+    for forget in (lambda p: p.reset(Manifest.simple("new", 1)), lambda p: p.drop_offloads()):
+        planner = open_planner()
+        planner.finish_request("r", LAST)
+        forget(planner)
+        assert offloads(planner) == ()
+        assert not planner.has_work()
 
 
 def test_offloads_in_flight_have_a_limit():

@@ -16,7 +16,7 @@ from tierstore.planner.load import LoadTarget, build_load
 from tierstore.planner.match import HitQuestion, match_prefix
 from tierstore.planner.offload import Offloads
 from tierstore.planner.request import RequestOffloadState, Wait
-from tierstore.planner.step import NOTHING_PLANNED, EngineStep, PlannedStep
+from tierstore.planner.step import NOTHING_PLANNED, EngineStep, LastTable, PlannedStep
 from tierstore.planner.writes import StepWrites
 from tierstore.tier.stack import TierStack
 from tierstore.transfer import Command, JobId, StepPlan, TransferDone
@@ -117,9 +117,16 @@ class OffloadPlanner:
         if self._is_cacheable:
             self._requests[request_id] = RequestOffloadState.build(block_hashes, self._configs)
 
-    def finish_request(self, request_id: str) -> None:
-        """Forget a request; its jobs go on and are settled by their answers."""
-        self._requests.pop(request_id, None)
+    def finish_request(self, request_id: str, last: LastTable | None = None) -> None:
+        """Forget a request; its jobs go on and are settled by their answers.
+
+        With `last`, the next step offers what was not offered yet, of the blocks that it does not
+        give away. It must be planned before anything else writes to them.
+        """
+        state = self._requests.pop(request_id, None)
+        if state is not None and last is not None:
+            self._offloads.keep_leftovers(request_id, state, last)
+            self._idle_steps = 0
 
     def suppress(self, request_id: str) -> None:
         """Never offer this request a hit again."""
@@ -201,10 +208,10 @@ class OffloadPlanner:
         The work is proportional to the blocks that came and the chunks that this step completes.
         """
         writes, self._writes = self._writes, StepWrites()
+        if step.preempted:
+            self._take_preempted(step.preempted)
         self._take_tables(step, writes)
         self._fences |= self._in_flight.readers_of(writes.all())
-        if step.preempted:
-            self._fences |= self._in_flight.offloads_of(step.preempted)
         offloads = self._offloads.plan(step, self._requests, writes)
         commands = (*self._loads, *self._stack.commands(), *offloads)
         self._idle_steps = 0 if commands else self._idle_steps + 1
@@ -218,6 +225,13 @@ class OffloadPlanner:
         self._loads, self._load_requests = [], {}
         self._failed_requests, self._fences = [], set()
         return planned
+
+    def _take_preempted(self, request_ids: Sequence[str]) -> None:
+        self._fences |= self._in_flight.offloads_of(request_ids)
+        for request_id in request_ids:
+            state = self._requests.get(request_id)
+            if state is not None:
+                state.is_scheduled = False
 
     def _take_tables(self, step: EngineStep, writes: StepWrites) -> None:
         writes.add_copied_onto(step.overwritten_block_ids)
@@ -276,6 +290,7 @@ class OffloadPlanner:
             return False
         return (
             bool(self._in_flight.offloads or self._in_flight.loads or self._loads)
+            or self._offloads.has_leftovers
             or self._stack.has_work()
         )
 
@@ -294,9 +309,10 @@ class OffloadPlanner:
             state.outdate(self._configs)
 
     def drop_offloads(self) -> None:
-        """Let no offload that is in flight be found: what computed its blocks is in doubt."""
+        """Let no offload in flight, or due, be found: what computed its blocks is in doubt."""
         for job in self._in_flight.offloads.values():
             self._stack.doom(job.reservation.keys)
+        self._offloads.drop_leftovers()
 
     def check(self) -> list[str]:
         """Verify that nothing leaks; return the problems in words (empty: sound)."""

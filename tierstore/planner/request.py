@@ -56,6 +56,8 @@ class RequestOffloadState:
     """Too many loads failed: this request is recomputed, and never asks the tiers again."""
     has_kv: bool = False
     """Something was computed for it, or is being loaded."""
+    is_scheduled: bool = False
+    """Its table was given to a step, and it was not preempted since."""
     is_outdated: bool = False
     """The cache was reset under the request: what it computes comes after KV of the old weights."""
 
@@ -79,7 +81,7 @@ class RequestOffloadState:
         hold cost one lookup; those evicted since come back. An outdated
         request is offered again only if it starts from nothing.
         """
-        self.has_kv = True
+        self.has_kv = self.is_scheduled = True
         self.is_outdated &= computed_tokens > 0
         loaded_tokens = self.loaded_tokens if self.loaded_tokens <= computed_tokens else 0
         self.loaded_tokens = 0
