@@ -10,17 +10,25 @@ from tierstore.transfer import JobId, Place, Promote
 
 __all__ = ["ReferenceStack"]
 
+IN_SLOT = (ChunkState.ARRIVING, ChunkState.RESIDENT)
+
 
 class ReferenceStack(TierStack):
-    """States by key, without capacities; `contents` is what a key's slot holds."""
+    """States by key; `contents` is what a key's slot holds.
 
-    def __init__(self):
+    Without `slot_count` there is room for everything. With it, chunks that no transfer holds go
+    when others need their slots.
+    """
+
+    def __init__(self, slot_count=None):
+        self.slot_count = 1 << 40 if slot_count is None else slot_count
         self.states = {}
         self.slots = {}
         self.pins = {}
         self.contents = {}
         self.doomed = set()
         self.locate_calls = 0
+        self.room_questions = 0
         self.refuses_loads = False
         self._job_ids = itertools.count(1)
         self._next_slot = itertools.count(1)
@@ -58,6 +66,8 @@ class ReferenceStack(TierStack):
         for i, key in enumerate(keys):
             if self.states.get(key, ChunkState.ABSENT) in (ChunkState.ABSENT, ChunkState.RECORDED):
                 wanted.setdefault(key, i)
+        wanted = dict(itertools.islice(wanted.items(), self._room()))
+        self._make_room(len(wanted))
         for key in wanted:
             self.states[key] = ChunkState.ARRIVING
             self.slots[key] = next(self._next_slot)
@@ -73,11 +83,51 @@ class ReferenceStack(TierStack):
             else:
                 self.states[key] = ChunkState.RESIDENT
 
+    def _held(self):
+        return [
+            key
+            for key, state in self.states.items()
+            if state is ChunkState.ARRIVING or self.pins.get(key)
+        ]
+
+    def _room(self):
+        return self.slot_count - len(self._held())
+
+    def _make_room(self, count, staying=()):
+        """Let resident chunks go, oldest first; to a secondary tier."""
+        held = {*self._held(), *staying}
+        free = self.slot_count - sum(s in IN_SLOT for s in self.states.values())
+        for key in list(self.states):
+            if free < count and self.states[key] is ChunkState.RESIDENT and key not in held:
+                self.states[key] = ChunkState.RECORDED
+                free += 1
+        assert free >= count
+
+    @property
+    def is_room_held(self):
+        return bool(self._held())
+
+    def could_hold(self, counts):
+        return sum(counts.values()) <= self.slot_count
+
+    def has_room(self, groups):
+        self.room_questions += 1
+        return self._has_room(groups)
+
+    def _has_room(self, groups):
+        keys = {key for _, keys in groups for key in keys}
+        return len(keys.union(self._held())) <= self.slot_count
+
     def reserve_load(self, groups):
         job_id = self.new_job_id()
         states = [[self.states.get(key, ChunkState.ABSENT) for key in keys] for _, keys in groups]
         if self.refuses_loads or any(s < ChunkState.RECORDED for row in states for s in row):
             return None
+        if not self._has_room(groups):
+            return None
+        asked_keys = [key for _, keys in groups for key in keys]
+        recorded = [key for key in asked_keys if self.states[key] is ChunkState.RECORDED]
+        self._make_room(len(recorded), asked_keys)
         promotes, pinned = [], []
         for (group_idx, keys), row in zip(groups, states, strict=True):
             promoted = [k for k, s in zip(keys, row, strict=True) if s is ChunkState.RECORDED]

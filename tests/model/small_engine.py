@@ -3,6 +3,11 @@
 Copies are lazy: an offload reads its blocks when it is answered, or when a fence forces it to,
 and a load writes its blocks when it is answered. So a missing fence shows as wrong bytes in a slot.
 Freed blocks are handed out again at once.
+
+Like vLLM's scheduler with asynchronous outputs or speculation, it may know a state only one or
+two steps after it was computed (`hash_lag`), keep it for the next allocation to free, and offer it
+in the very step in which that allocation hands its block out. A decoding request may be given
+several tokens at once (`accepted`), whose boundary then lies inside a step.
 """
 
 from dataclasses import dataclass, field
@@ -16,6 +21,7 @@ from tierstore.metrics import Counters
 from tierstore.planner import (
     EngineStep,
     FullTable,
+    LastTable,
     LoadTarget,
     NewBlocks,
     OffloadPlanner,
@@ -60,6 +66,8 @@ class Request:
     tables: list = field(default_factory=lambda: [[], [], []])
     status: str = "waiting"
     is_new: bool = True
+    run: object = None
+    """Another one each time that the request starts anew."""
     weights: int = 0
     """Of the oldest KV that its KV comes after."""
 
@@ -80,8 +88,14 @@ class AskedClock:
 
 
 class SmallEngine:
-    def __init__(self, block_count):
-        self.stack = ReferenceStack()
+    def __init__(self, block_count, *, hash_lag=0, accepted=1, slot_count=None):
+        self.stack = ReferenceStack(slot_count)
+        self.hash_lag = hash_lag
+        self.accepted = accepted
+        self.computed_states = []  # (step in which it is hashed, request's run, state)
+        self.hashed_states = []  # (request's run, state): offered in the next step
+        self.step_count = 0
+        self.states_offered_late = 0
         self.manifest = Manifest.simple("m", 1)
         self.planner = OffloadPlanner(
             SPECS,
@@ -109,14 +123,18 @@ class SmallEngine:
 
     def add(self, tokens):
         self.names += 1
-        request = Request(f"r{self.names}", tokens)
+        request = Request(f"r{self.names}", tokens, run=object())
         request.hash_blocks()
         self.requests[request.name] = request
         self.planner.add_request(request.name, request.hashes)
 
     def abort(self, name):
+        """Let a request end, now or when its load has come; blocks are handed out again at once."""
         request = self.requests[name]
-        self.planner.finish_request(name)
+        # The KV of the newest token is never counted on: it may have been sampled alone.
+        ready_tokens = min(request.computed, len(request.tokens) - 1)
+        last = LastTable([list(table) for table in request.tables], ready_tokens)
+        self.planner.finish_request(name, last)
         if request.status == "loading":
             request.status = "aborted"
         else:
@@ -141,7 +159,7 @@ class SmallEngine:
             self._recompute(name)
         self.failed = []
         self.preempted, self.new_blocks, self.scheduled = [], [], {}
-        full_tables, state_blocks = [], []
+        full_tables = []
         for request in list(self.requests.values()):
             if request.status == "running":
                 self._schedule(request)
@@ -155,22 +173,23 @@ class SmallEngine:
                 tables = [list(table) for table in request.tables]
                 full_tables.append(FullTable(name, tables, request.computed))
                 request.is_new = False
-            end = request.computed + count
-            if end % BLOCK_TOKENS[STATE] == 0:
-                state_blocks.append(StateBlock(name, STATE, request.tables[STATE][-1], end))
+            self._expect_state(request, request.computed + count)
+        self._hash_states(0)
+        state_blocks = self._take_hashed_states()
         planned = self.planner.plan_step(
             EngineStep(
                 full_tables=full_tables,
                 new_blocks=self.new_blocks,
                 progress=[
-                    Progress(n, self.requests[n].computed, self.requests[n].computed + count)
-                    for n, count in self.scheduled.items()
+                    self._progress(self.requests[n], count) for n, count in self.scheduled.items()
                 ],
                 state_blocks=state_blocks,
                 preempted=self.preempted,
             )
         )
         self._run(planned)
+        self.step_count += 1
+        self._hash_states(1)
 
     def answer(self, job_id, *, ok):
         command = self.jobs.pop(job_id)
@@ -184,13 +203,12 @@ class SmallEngine:
 
     def evict(self, key, *, record):
         if self.stack.states.get(key) is ChunkState.RESIDENT and not self.stack.pins.get(key):
-            self.records[key] = self.slots[self.stack.slots[key]]
             self.stack.evict([key])
             if record:
                 self.stack.states[key] = ChunkState.RECORDED
 
     def drain(self):
-        while self.jobs or self.requests or self.failed:
+        while self.jobs or self.requests or self.failed or self.planner.has_work():
             for job_id in list(self.jobs):
                 self.answer(job_id, ok=True)
             for name in list(self.requests):
@@ -198,10 +216,43 @@ class SmallEngine:
             self.step()
         assert self.planner.check() == []
         assert self.stack.leaks() == []
-        assert not self.planner.has_work()
         assert sorted(self.free) == list(range(1, self.block_count + 1))
 
     # The engine's own business.
+
+    def _progress(self, request, count):
+        """With outputs that come late, what was sampled last is not known to the plan."""
+        known_tokens = len(request.tokens) - (self.accepted if self.hash_lag else 0)
+        ready_tokens = min(request.computed + count, known_tokens)
+        return Progress(request.name, request.computed, ready_tokens)
+
+    def _expect_state(self, request, end):
+        boundary = end - end % STATE_TOKENS
+        if boundary > request.computed:
+            block = request.tables[STATE][boundary // STATE_TOKENS - 1]
+            state = StateBlock(request.name, STATE, block, boundary)
+            self.computed_states.append((self.step_count + self.hash_lag, request.run, state))
+
+    def _hash_states(self, lag_min):
+        """Hash what an allocation (0) or the outputs before the next one (1) make known."""
+        for entry in list(self.computed_states):
+            due, run, state = entry
+            if self.hash_lag >= lag_min and due <= self.step_count:
+                self.computed_states.remove(entry)
+                request = self.requests.get(state.request_id)
+                index = state.boundary_tokens // STATE_TOKENS - 1
+                if request and request.run is run and request.tables[STATE][index]:
+                    self.hashed_states.append((run, state))
+
+    def _take_hashed_states(self):
+        taken, self.hashed_states = self.hashed_states, []
+        offered = []
+        for run, state in taken:
+            request = self.requests.get(state.request_id)
+            if request and request.run is run:
+                offered.append(state)
+                self.states_offered_late += state.boundary_tokens <= request.computed
+        return offered
 
     def _take(self, count):
         if len(self.free) < count:
@@ -213,6 +264,7 @@ class SmallEngine:
             self.free.extend(block for block in table if block)
         request.tables = [[], [], []]
         request.computed = 0
+        request.run = object()
         request.is_new = True
 
     def _recompute(self, name):
@@ -225,11 +277,12 @@ class SmallEngine:
 
     def _schedule(self, request):
         if request.computed == len(request.tokens):
-            request.tokens += bytes([request.tokens[-1] % 250 + 1])
+            for _ in range(self.accepted):
+                request.tokens += bytes([request.tokens[-1] % 250 + 1])
             request.hash_blocks()
         boundary = (request.computed // STATE_TOKENS + 1) * STATE_TOKENS
         count = min(STEP_TOKENS_MAX, len(request.tokens) - request.computed)
-        if request.computed + count > boundary:
+        if count > self.accepted and request.computed + count > boundary:
             count -= (request.computed + count) % STATE_TOKENS
         if not self._grow(request, request.computed + count):
             self._release(request)
@@ -245,15 +298,18 @@ class SmallEngine:
             if block:
                 self.free.append(block)
                 request.tables[WINDOW][i] = 0
-        states = -(-end // BLOCK_TOKENS[STATE])
-        if len(request.tables[STATE]) < states and request.tables[STATE]:
-            self.free.append(request.tables[STATE][-1])
-            request.tables[STATE][-1] = 0
+        # The newest state is what the next one is computed from.
+        for i in range(-(-request.computed // STATE_TOKENS) - 1):
+            if request.tables[STATE][i]:
+                self.free.append(request.tables[STATE][i])
+                request.tables[STATE][i] = 0
         added = []
         for group_idx in (FULL, WINDOW, STATE):
             table = request.tables[group_idx]
             missing = -(-end // BLOCK_TOKENS[group_idx]) - len(table)
-            nulls = max(missing - 1, 0) if group_idx == STATE else 0
+            nulls = 0
+            if group_idx == STATE and end - request.computed > self.accepted:
+                nulls = max(missing - 1, 0)
             blocks = self._take(missing - nulls if missing > 0 else 0)
             if blocks is None:
                 return False
@@ -292,7 +348,8 @@ class SmallEngine:
         request.weights = self.weights
         request.status = "loading"
         target = LoadTarget(0, hit, {i: list(table) for i, table in enumerate(request.tables)})
-        self.planner.begin_load(request.name, target)
+        promoted_tokens = self.planner.begin_load(request.name, target)
+        assert (promoted_tokens is None) == self.stack.refuses_loads, "a promise was broken"
 
     def _run(self, planned):
         for job_id in planned.plan.fence_job_ids:
@@ -336,7 +393,10 @@ class SmallEngine:
                 for block, content in zip(row, self.slots[slot], strict=True):
                     if block >= 0:
                         self.memory[block] = content if ok else "torn"
-        self.planner.complete(TransferDone(job_id=job_id, ok=ok))
+        promoted_count = sum(len(promote.keys) for promote in load.promotes)
+        # Of a load from the tiers one chunk is lost, and the others arrive.
+        lost = {} if ok or not promoted_count else {promoted_count // 2: FailureReason.CORRUPT}
+        self.planner.complete(TransferDone(job_id=job_id, ok=ok, failed=lost))
         if not ok or request.status == "aborted":
             self._recompute(request.name)
             return
@@ -369,3 +429,4 @@ class SmallEngine:
                 ends = range(len(prefix) - size * (count - 1), len(prefix) + 1, size)
                 expected = [(group_idx, prefix[:end], self.weights) for end in ends]
                 assert self.slots[self.stack.slots[key]] == expected, (key, state)
+                self.records[key] = expected

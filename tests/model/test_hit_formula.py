@@ -10,7 +10,7 @@ from reference_stack import ReferenceStack
 from tierstore.key import Namespace
 from tierstore.layout import GroupKind, GroupSpec
 from tierstore.planner.groups import build_group_configs
-from tierstore.planner.match import match_prefix
+from tierstore.planner.match import HitQuestion, match_prefix
 from tierstore.tier.reservation import ChunkState
 
 HASH_TOKENS = 2
@@ -101,7 +101,7 @@ def test_the_hit_is_the_longest_length_at_which_no_position_is_missing(data, spe
     ready = max((n for n in candidates if holds(n, ChunkState.RECORDED)), default=0)
     hoped = max((n for n in candidates if holds(n, ChunkState.ARRIVING)), default=0)
 
-    found = match_prefix(stack, configs, hashes, local, token_count)
+    found = match_prefix(stack, configs, HitQuestion(hashes, local, token_count))
 
     assert (found.ready_tokens, max(found.hoped_tokens, ready)) == (ready, hoped)
 
@@ -140,6 +140,7 @@ def test_a_miss_asks_for_few_chunks():
     stack.locate = lambda keys: asked.extend(keys) or [ChunkState.ABSENT] * len(keys)
     configs = build_group_configs([spec], NAMESPACE, 2)
 
-    match_prefix(stack, configs, [i.to_bytes(8, "big") for i in range(4096)], 0, 8192)
+    hashes = [i.to_bytes(8, "big") for i in range(4096)]
+    match_prefix(stack, configs, HitQuestion(hashes, 0, 8192))
 
     assert len(asked) <= 64

@@ -5,16 +5,15 @@ what it preempts through another request's table, and has one alignment.
 """
 
 import pytest
-from reference_stack import ReferenceStack
+from one_group import WAITS, StandingClock, blocks, fenced, offloads, open_planner
 
-from tierstore.key import Namespace
-from tierstore.layout import GroupKind, GroupSpec
+from tierstore.layout import GroupKind
 from tierstore.manifest import Manifest
-from tierstore.metrics import Counters
 from tierstore.planner import (
     EngineStep,
     FullTable,
-    OffloadPlanner,
+    LastTable,
+    NewBlocks,
     PrefixAnswer,
     Progress,
     StateBlock,
@@ -22,54 +21,6 @@ from tierstore.planner import (
 from tierstore.planner.offload import OFFLOAD_COUNT_MAX
 from tierstore.planner.planner import IDLE_STEP_COUNT_MAX, WAIT_COUNT_MAX, WAIT_SECONDS_MAX
 from tierstore.transfer import TransferDone
-
-
-class StandingClock:
-    def __init__(self):
-        self.now = 100.0
-
-    def seconds(self):
-        return self.now
-
-
-def open_planner(
-    kind=GroupKind.FULL, *, chunk_count=8, alignment_tokens=4, draft_groups=(), clock=None
-):
-    """One request `r` of one group: blocks of 4 tokens, a chunk each; block i + 1 is chunk i's."""
-    spec = GroupSpec(
-        group_idx=0,
-        kind=kind,
-        tokens_per_block=4,
-        blocks_per_chunk=1,
-        chunk_bytes=1,
-        window_tokens=9 if kind is GroupKind.SLIDING_WINDOW else 0,
-    )
-    planner = OffloadPlanner(
-        [spec],
-        Namespace(b"n" * 8),
-        ReferenceStack(),
-        hash_tokens=4,
-        counters=Counters(),
-        clock=clock or StandingClock(),
-        alignment_tokens=alignment_tokens,
-        draft_groups=draft_groups,
-    )
-    planner.add_request("r", [number.to_bytes(8, "big") for number in range(chunk_count)])
-    table = FullTable("r", [list(range(1, chunk_count + 1))], 0)
-    assert not planner.plan_step(EngineStep(full_tables=[table])).plan
-    return planner
-
-
-def offloads(planner, **step):
-    return planner.plan_step(EngineStep(**step)).plan.commands
-
-
-def blocks(commands):
-    return [block for command in commands for block in command.block_ids.ravel().tolist()]
-
-
-def fenced(planner, **step):
-    return planner.plan_step(EngineStep(**step)).plan.fence_job_ids
 
 
 def test_a_block_that_is_copied_onto_waits_for_the_offload_that_reads_it():
@@ -106,6 +57,121 @@ def test_a_state_is_offloaded_only_where_a_hit_may_end():
     assert blocks(offloads(planner, state_blocks=states)) == [32]
 
 
+HANDED_OUT = {
+    "to a new request": {"full_tables": [FullTable("other", [[0, 32]], 0)]},
+    "to one that nothing is cached of": {"full_tables": [FullTable("unknown", [[32]], 0)]},
+    "to a running request": {"new_blocks": [NewBlocks("unknown", [[32]])]},
+    "to its own request, further on": {"new_blocks": [NewBlocks("r", [[0, 32]])]},
+    "as the target of a copy": {"overwritten_block_ids": [32]},
+    "and its request preempted": {"preempted": ["r"]},
+}
+
+
+@pytest.mark.parametrize("step", HANDED_OUT.values(), ids=HANDED_OUT)
+def test_a_state_whose_block_is_handed_out_in_the_same_step_is_not_offloaded(step):
+    planner = open_planner(GroupKind.STATE, chunk_count=8)
+    planner.add_request("other", [])
+    states = [StateBlock("r", 0, 32, 8), StateBlock("r", 0, 33, 12)]
+    offloaded = [] if "preempted" in step else [33]
+    assert blocks(offloads(planner, state_blocks=states, **step)) == offloaded
+
+
+def test_a_state_whose_block_a_load_writes_from_this_step_on_is_not_offloaded():
+    planner = open_planner(GroupKind.STATE, chunk_count=8)
+    planner.note_written([32])
+    states = [StateBlock("r", 0, 32, 8), StateBlock("r", 0, 33, 12)]
+    assert blocks(offloads(planner, state_blocks=states)) == [33]
+    (later,) = offloads(planner, state_blocks=[StateBlock("r", 0, 32, 16)])
+    assert blocks([later]) == [32], "what is written from now on is its own"
+
+
+KEPT = {
+    "computed in this step": {"new_blocks": [NewBlocks("r", [[32]])]},
+    "computed in a block that is copied onto first": {
+        "full_tables": [FullTable("r", [[0] * 8 + [32]], 33)],
+        "overwritten_block_ids": [32],
+    },
+    "shared with a request that hits it": {"full_tables": [FullTable("other", [[0, 32]], 8)]},
+}
+
+
+@pytest.mark.parametrize("step", KEPT.values(), ids=KEPT)
+def test_a_state_whose_block_stays_its_own_is_offloaded(step):
+    planner = open_planner(GroupKind.STATE, chunk_count=9)
+    planner.plan_step(EngineStep(full_tables=[FullTable("r", [[0] * 8], 0)]))
+    planner.add_request("other", [])
+    assert blocks(offloads(planner, state_blocks=[StateBlock("r", 0, 32, 36)], **step)) == [32]
+
+
+LAST = LastTable([[1, 2, 3, 4]], 15)
+"""Three chunks are full, and the request's last token was only sampled."""
+
+
+def test_what_a_request_completed_and_was_not_offered_is_offloaded_after_its_end():
+    planner = open_planner()
+    offloads(planner, progress=[Progress("r", 0, 4)])
+    planner.finish_request("r", LAST)
+    assert planner.has_work()
+    assert blocks(offloads(planner)) == [2, 3]
+    assert offloads(planner) == ()
+
+
+TAKEN = {
+    "by a new request": {"full_tables": [FullTable("other", [[20, 2]], 0)]},
+    "by a running request": {"new_blocks": [NewBlocks("other", [[2]])]},
+    "by a copy": {"overwritten_block_ids": [2]},
+}
+
+
+@pytest.mark.parametrize("step", TAKEN.values(), ids=TAKEN)
+def test_a_chunk_that_loses_its_block_in_the_step_after_its_request_is_not_offloaded(step):
+    planner = open_planner()
+    planner.finish_request("r", LAST)
+    assert blocks(offloads(planner, **step)) == [1, 3]
+
+
+def test_a_chunk_that_loses_its_block_to_a_load_after_its_request_is_not_offloaded():
+    planner = open_planner()
+    planner.finish_request("r", LAST)
+    planner.note_written([2])
+    assert blocks(offloads(planner)) == [1, 3]
+
+
+def test_a_chunk_whose_block_another_request_shares_after_its_request_is_offloaded():
+    planner = open_planner()
+    planner.finish_request("r", LAST)
+    assert blocks(offloads(planner, full_tables=[FullTable("heir", [[1, 2, 20]], 8)])) == [1, 2, 3]
+
+
+def test_of_a_window_what_the_engine_still_held_at_the_end_is_offloaded():
+    planner = open_planner(GroupKind.SLIDING_WINDOW)
+    planner.finish_request("r", LastTable([[0, 2, 3, 4]], 15))
+    assert blocks(offloads(planner)) == [2, 3]
+
+
+def test_a_request_that_was_preempted_leaves_nothing():
+    planner = open_planner()
+    offloads(planner, preempted=["r"])
+    planner.finish_request("r", LAST)
+    assert offloads(planner) == ()
+
+
+def test_a_request_that_waits_for_blocks_to_be_loaded_leaves_nothing():
+    planner = open_planner()
+    planner.add_request("waiting", [number.to_bytes(8, "big") for number in range(4)])
+    planner.finish_request("waiting", LAST)
+    assert offloads(planner) == ()
+
+
+def test_what_a_request_left_is_not_offloaded_after_a_reset_or_in_doubt():
+    for forget in (lambda p: p.reset(Manifest.simple("new", 1)), lambda p: p.drop_offloads()):
+        planner = open_planner()
+        planner.finish_request("r", LAST)
+        forget(planner)
+        assert offloads(planner) == ()
+        assert not planner.has_work()
+
+
 def test_offloads_in_flight_have_a_limit():
     planner = open_planner(chunk_count=OFFLOAD_COUNT_MAX + 2)
     for number in range(OFFLOAD_COUNT_MAX):
@@ -140,9 +206,6 @@ def test_an_offload_that_failed_without_saying_where_publishes_nothing():
     )
     planner.complete(TransferDone(job_id=again.job_id))
     assert planner.match("r", 0, 9) == PrefixAnswer(8)
-
-
-WAITS = PrefixAnswer(0, ask_again=True)
 
 
 def test_a_request_waits_for_chunks_that_arrive_however_often_it_asks_but_not_for_ever():

@@ -92,6 +92,38 @@ class PrimaryMachine(RuleBasedStateMachine):
             if keep:
                 self.resident[key] = slot
 
+    @rule(
+        counts=st.lists(st.integers(0, 9), min_size=3, max_size=3),
+        staying=st.sets(numbers, max_size=4),
+        order=st.permutations(range(3)),
+    )
+    def reserve_what_has_room(self, counts, staying, order):
+        """A promise holds for all groups together, in any order, once `staying` is pinned."""
+        staying = [key for key in self.resident if int(key[2:]) in staying]
+        wanted = {g: [OffloadKey(b"%d-new%03d" % (g, n)) for n in range(counts[g])] for g in order}
+        both = {g: counts[g] + sum(int(key[:1]) == g for key in staying) for g in order}
+        # To count what is resident as if it had to come is the quicker question.
+        has_room = self.tier.has_room({g: counts[g] for g in order}, staying)
+        has_room |= self.tier.has_room(both)
+        if has_room:
+            assert self.tier.could_hold({g: counts[g] for g in order})
+        self.tier.pin(staying)
+        reserved = []
+        for g in order:
+            reservation = self.tier.reserve(g, wanted[g])
+            if reservation is None:
+                break
+            reserved.append(wanted[g])
+            for key in reservation.evicted:
+                del self.resident[key]
+        else:
+            is_exact = len(set(self.slot_pages)) == 1 or sum(map(bool, counts)) == 1
+            assert has_room or not is_exact
+        assert len(reserved) == 3 or not has_room
+        for keys in reserved:
+            self.tier.abort(keys)
+        self.tier.unpin(staying)
+
     @precondition(lambda self: self.arriving)
     @rule()
     def commit_all(self):

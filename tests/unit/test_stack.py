@@ -149,3 +149,19 @@ def test_the_first_tier_that_has_a_chunk_serves_it(tmp_path):
         load = tiers.stack.reserve_load([(0, keys(1))])
         assert [promote.tier_idx for promote in load.promotes] == [1]
         tiers.stack.finish_load(load, TransferDone(job_id=load.job_id))
+
+
+def test_a_load_for_which_there_is_room_finds_it_although_victims_are_written(tmp_path):
+    with opened(tmp_path, {"cascade": "on_evict"}) as tiers:
+        tiers.store(1, 2, 3)
+        tiers.keep(4, 5, 6, 7)
+        assert tiers.locate(1, 2, 3, 7) == [RECORDED, RECORDED, RECORDED, RESIDENT]
+        wanted = [(0, keys(7)), (0, keys(1)), (0, keys(2)), (0, keys(3))]
+        assert tiers.stack.has_room(wanted)
+        load = tiers.stack.reserve_load(wanted)
+        assert load is not None
+        assert not tiers.stack.has_room([(0, keys(8))])
+        assert tiers.stack.has_room([(0, keys(7))]), "it is there"
+        tiers.stack.finish_load(load, TransferDone(job_id=load.job_id))
+        tiers.loop.flush()
+        tiers.assert_all_slots_can_be_had()

@@ -9,7 +9,8 @@ from tierstore.layout import GroupKind
 from tierstore.planner.groups import GroupOffloadConfig
 from tierstore.planner.in_flight import InFlight, OffloadJob
 from tierstore.planner.request import RequestGroupState, RequestOffloadState
-from tierstore.planner.step import EngineStep, Progress, StateBlock
+from tierstore.planner.step import EngineStep, LastTable, Progress, StateBlock
+from tierstore.planner.writes import StepWrites
 from tierstore.tier.stack import TierStack
 from tierstore.transfer import Offload
 
@@ -18,6 +19,17 @@ __all__ = ["OFFLOAD_COUNT_MAX", "Offloads"]
 OFFLOAD_COUNT_MAX = 1024
 """Offload jobs in flight; chunks that are completed beyond it stay uncached until they are offered
 again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Leftover:
+    """Chunks of one group that a request completed and nobody was offered before it ended."""
+
+    request_id: str
+    group_idx: int
+    hashes: Sequence[bytes]
+    block_ids: Sequence[int]
+    """Of all chunks in order, as many for each."""
 
 
 @dataclass(slots=True)
@@ -30,6 +42,12 @@ class _Batch:
     """Of all chunks in order, as many for each."""
     request_ids: set[str] = field(default_factory=set)
 
+    def add(self, request_id: str, hashes: Sequence[bytes], block_ids: Sequence[int]) -> None:
+        """Take chunks of one request."""
+        self.hashes += hashes
+        self.block_ids += block_ids
+        self.request_ids.add(request_id)
+
 
 class Offloads:
     """Turns progress into offloads: one job per group and step."""
@@ -40,10 +58,54 @@ class Offloads:
         self._configs = {config.spec.group_idx: config for config in configs}
         self._stack = stack
         self._in_flight = in_flight
+        self._leftovers: list[_Leftover] = []
 
-    def plan(self, step: EngineStep, requests: Mapping[str, RequestOffloadState]) -> list[Offload]:
-        """Offer every chunk that this step completes; return the copies of those that are new."""
+    @property
+    def has_leftovers(self) -> bool:
+        """Whether requests that ended left chunks for the next step."""
+        return bool(self._leftovers)
+
+    def keep_leftovers(self, request_id: str, state: RequestOffloadState, last: LastTable) -> None:
+        """Keep what a request has completed for the next step to offer.
+
+        An engine that plans a step before it knows the tokens of the one before learns of the last
+        chunk only when the request ends. One that waits (for a load, after a preemption) leaves
+        nothing: its blocks hold nothing yet. States are not kept: which block holds one, the engine
+        says in steps alone.
+        """
+        if state.is_outdated or not state.is_scheduled:
+            return
+        for group_idx, group in state.groups.items():
+            config = group.config
+            blocks_per_chunk = config.spec.blocks_per_chunk
+            table = last.block_ids[group_idx]
+            end = min(
+                (last.ready_tokens - config.is_draft) // config.tokens_per_chunk,
+                len(state.block_hashes) // config.hashes_per_chunk,
+                len(table) // blocks_per_chunk,
+            )
+            if group.next_chunk < end:
+                blocks = table[group.next_chunk * blocks_per_chunk : end * blocks_per_chunk]
+                hashes, blocks = _useful(config, state.block_hashes, group.next_chunk, blocks)
+                if hashes:
+                    self._leftovers.append(_Leftover(request_id, group_idx, hashes, blocks))
+
+    def drop_leftovers(self) -> None:
+        """Let nothing be offered of requests that have ended."""
+        self._leftovers.clear()
+
+    def plan(
+        self, step: EngineStep, requests: Mapping[str, RequestOffloadState], writes: StepWrites
+    ) -> list[Offload]:
+        """Offer every chunk that this step completes; return the copies of those that are new.
+
+        `writes` is what this step gives to anyone. It need not be compared with the chunks of
+        `step.progress`: their requests are scheduled, so the engine took nothing from them but
+        what lies before `alive_from`. A state it may have taken, whoever is scheduled.
+        """
         batches: dict[int, _Batch] = {}
+        if self._leftovers:
+            self._offer_leftovers(batches, writes)
         for progress in step.progress:
             state = requests.get(progress.request_id)
             if state is not None and progress.ready_tokens >= state.next_ready_tokens:
@@ -52,8 +114,9 @@ class Offloads:
                 state.expect_next_chunk()
         for block in step.state_blocks:
             state = requests.get(block.request_id)
-            if state is not None and not state.is_outdated:
-                self._offer_state(batches, block, state)
+            if state is None or state.is_outdated or block.request_id in step.preempted:
+                continue
+            self._offer_state(batches, block, state, writes)
         return [
             offload
             for group_idx, batch in batches.items()
@@ -81,35 +144,43 @@ class Offloads:
         group.next_chunk = max(group.next_chunk, end)
         if first >= end:
             return
-        hashes = config.hashes(state.block_hashes, first, end)
         blocks = group.block_ids[first * blocks_per_chunk : end * blocks_per_chunk]
-        if 0 in blocks or config.spec.kind is not GroupKind.FULL:
-            rows = np.array(blocks, np.int64).reshape(end - first, blocks_per_chunk)
-            ends = np.arange(first + 1, end + 1, dtype=np.int64) * per_chunk
-            chosen = np.flatnonzero(rows.all(axis=1) & config.can_serve_a_hit(ends))
-            hashes = [hashes[i] for i in chosen.tolist()]
-            blocks = rows[chosen].ravel().tolist()
+        hashes, blocks = _useful(config, state.block_hashes, first, blocks)
         if hashes:
             batch = batches.get(group_idx)
             if batch is None:
                 batch = batches[group_idx] = _Batch()
-            batch.hashes += hashes
-            batch.block_ids += blocks
-            batch.request_ids.add(progress.request_id)
+            batch.add(progress.request_id, hashes, blocks)
+
+    def _offer_leftovers(self, batches: dict[int, _Batch], writes: StepWrites) -> None:
+        """Offer what requests left, but for chunks that lose a block to this very step."""
+        written = writes.block_ids()
+        for left in self._leftovers:
+            per_chunk = len(left.block_ids) // len(left.hashes)
+            for i, block_hash in enumerate(left.hashes):
+                blocks = left.block_ids[i * per_chunk : (i + 1) * per_chunk]
+                if written.isdisjoint(blocks):
+                    batch = batches.setdefault(left.group_idx, _Batch())
+                    batch.add(left.request_id, [block_hash], blocks)
+        self._leftovers.clear()
 
     def _offer_state(
-        self, batches: dict[int, _Batch], block: StateBlock, state: RequestOffloadState
+        self,
+        batches: dict[int, _Batch],
+        block: StateBlock,
+        state: RequestOffloadState,
+        writes: StepWrites,
     ) -> None:
         config = self._configs.get(block.group_idx)
         if config is None or not block.block_id or block.boundary_tokens % config.alignment_tokens:
+            return
+        if writes.spoils(block, block.boundary_tokens // config.spec.tokens_per_block - 1):
             return
         chunk = block.boundary_tokens // config.tokens_per_chunk - 1
         hashes = config.hashes(state.block_hashes, chunk, chunk + 1)
         if hashes:
             batch = batches.setdefault(block.group_idx, _Batch())
-            batch.hashes += hashes
-            batch.block_ids.append(block.block_id)
-            batch.request_ids.add(block.request_id)
+            batch.add(block.request_id, hashes, [block.block_id])
 
     def _reserve(self, group_idx: int, batch: _Batch) -> Offload | None:
         if len(self._in_flight.offloads) >= OFFLOAD_COUNT_MAX:
@@ -130,3 +201,21 @@ class Offloads:
         job = OffloadJob(reservation, tuple(block_ids), frozenset(batch.request_ids))
         self._in_flight.add_offload(job_id, job)
         return Offload(job_id=job_id, group_idx=group_idx, block_ids=rows, slots=reservation.slots)
+
+
+def _useful(
+    config: GroupOffloadConfig,
+    block_hashes: Sequence[bytes],
+    first: int,
+    block_ids: Sequence[int],
+) -> tuple[Sequence[bytes], Sequence[int]]:
+    """Return the hashes and blocks of those chunks, from `first` on, that a hit could need."""
+    per_chunk = config.spec.blocks_per_chunk
+    end = first + len(block_ids) // per_chunk
+    hashes = config.hashes(block_hashes, first, end)
+    if 0 not in block_ids and config.spec.kind is GroupKind.FULL:
+        return hashes, block_ids
+    rows = np.array(block_ids, np.int64).reshape(end - first, per_chunk)
+    ends = np.arange(first + 1, end + 1, dtype=np.int64) * config.tokens_per_chunk
+    chosen = np.flatnonzero(rows.all(axis=1) & config.can_serve_a_hit(ends))
+    return [hashes[i] for i in chosen.tolist()], rows[chosen].ravel().tolist()

@@ -2,9 +2,8 @@
 
 import dataclasses
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 from tierstore.clock import Clock
 from tierstore.key import Namespace
@@ -14,10 +13,11 @@ from tierstore.metrics import Counters, Metric
 from tierstore.planner.groups import build_group_configs
 from tierstore.planner.in_flight import InFlight, LoadJob
 from tierstore.planner.load import LoadTarget, build_load
-from tierstore.planner.match import match_prefix
+from tierstore.planner.match import HitQuestion, match_prefix
 from tierstore.planner.offload import Offloads
 from tierstore.planner.request import RequestOffloadState, Wait
-from tierstore.planner.step import NOTHING_PLANNED, EngineStep, PlannedStep
+from tierstore.planner.step import NOTHING_PLANNED, EngineStep, LastTable, PlannedStep
+from tierstore.planner.writes import StepWrites
 from tierstore.tier.stack import TierStack
 from tierstore.transfer import Command, JobId, StepPlan, TransferDone
 
@@ -32,8 +32,9 @@ __all__ = [
 _logger = logging.getLogger(__name__)
 
 WAIT_COUNT_MAX = 16
-"""Times, and `WAIT_SECONDS_MAX`: a request is told to ask again while chunks are arriving, until
-both are exceeded; then it takes what is there.
+"""Times, and `WAIT_SECONDS_MAX`: a request is told to ask again while chunks are arriving, or while
+other transfers hold the room that its hit needs, until both are exceeded; then it takes what is
+there and has room.
 
 Mostly they come for another request with the same prefix, in less time than computing them takes.
 Questions alone are no measure, since an engine that has nothing else to do asks every millisecond;
@@ -53,7 +54,7 @@ class PrefixAnswer:
 
     token_count: int
     ask_again: bool = False
-    """More is arriving: no decision yet."""
+    """More is arriving, or room for more comes back: no decision yet."""
 
 
 class OffloadPlanner:
@@ -104,6 +105,7 @@ class OffloadPlanner:
         self._load_requests: dict[JobId, str] = {}
         self._failed_requests: list[str] = []
         self._fences: set[JobId] = set()
+        self._writes = StepWrites()
         self._idle_steps = 0
         self._is_cacheable = all(
             config.spec.kind is not GroupKind.UNCACHED for config in self._configs
@@ -115,9 +117,16 @@ class OffloadPlanner:
         if self._is_cacheable:
             self._requests[request_id] = RequestOffloadState.build(block_hashes, self._configs)
 
-    def finish_request(self, request_id: str) -> None:
-        """Forget a request; its jobs go on and are settled by their answers."""
-        self._requests.pop(request_id, None)
+    def finish_request(self, request_id: str, last: LastTable | None = None) -> None:
+        """Forget a request; its jobs go on and are settled by their answers.
+
+        With `last`, the next step offers what was not offered yet, of the blocks that it does not
+        give away. It must be planned before anything else writes to them.
+        """
+        state = self._requests.pop(request_id, None)
+        if state is not None and last is not None:
+            self._offloads.keep_leftovers(request_id, state, last)
+            self._idle_steps = 0
 
     def suppress(self, request_id: str) -> None:
         """Never offer this request a hit again."""
@@ -133,10 +142,10 @@ class OffloadPlanner:
         state = self._requests.get(request_id)
         if state is None or state.is_suppressed or state.load_job is not None:
             return PrefixAnswer(0)
-        found = match_prefix(
-            self._stack, self._configs, state.block_hashes, local_tokens, token_count
-        )
-        if found.hoped_tokens <= found.ready_tokens:
+        question = HitQuestion(state.block_hashes, local_tokens, token_count)
+        found = match_prefix(self._stack, self._configs, question)
+        # What a failed load left arriving may never come: its request takes what is there.
+        if found.hoped_tokens <= found.ready_tokens or state.failed_load_count:
             state.wait = None
         elif not self._has_waited_enough(state):
             return PrefixAnswer(0, ask_again=True)
@@ -161,7 +170,8 @@ class OffloadPlanner:
         if state is not None:
             plan = build_load(self._stack, self._configs, state.block_hashes, target)
         if state is None or plan is None:
-            self.suppress(request_id)
+            if state is not None:
+                state.note_failed_load()
             self._failed_requests.append(request_id)
             self._counters.add(Metric.FAILED_LOADS, label="gone")
             return None
@@ -171,8 +181,15 @@ class OffloadPlanner:
         self._in_flight.loads[plan.command.job_id] = LoadJob(plan.reservation, request_id)
         self._loads.append(plan.command)
         self._load_requests[plan.command.job_id] = request_id
-        self._fences |= self._in_flight.readers_of(target.block_ids())
+        self.note_written(target.block_ids())
         return min(plan.promoted_tokens, target.hit_tokens - target.local_tokens)
+
+    def note_written(self, block_ids: Iterable[int]) -> None:
+        """Take blocks to which a load, of whomever, writes from the next step on.
+
+        Offloads that read them are fenced, and the next step offloads nothing that they held.
+        """
+        self._writes.add(list(block_ids))
 
     def completing(self, request_ids: Sequence[str], ready_tokens: Sequence[int]) -> list[int]:
         """Say which requests, by position, belong into `EngineStep.progress` if so far ready."""
@@ -190,12 +207,12 @@ class OffloadPlanner:
 
         The work is proportional to the blocks that came and the chunks that this step completes.
         """
-        self._take_tables(step)
-        if step.overwritten_block_ids:
-            self._fences |= self._in_flight.readers_of(step.overwritten_block_ids)
+        writes, self._writes = self._writes, StepWrites()
         if step.preempted:
-            self._fences |= self._in_flight.offloads_of(step.preempted)
-        offloads = self._offloads.plan(step, self._requests)
+            self._take_preempted(step.preempted)
+        self._take_tables(step, writes)
+        self._fences |= self._in_flight.readers_of(writes.all())
+        offloads = self._offloads.plan(step, self._requests, writes)
         commands = (*self._loads, *self._stack.commands(), *offloads)
         self._idle_steps = 0 if commands else self._idle_steps + 1
         if not (commands or self._fences or self._failed_requests):
@@ -209,23 +226,34 @@ class OffloadPlanner:
         self._failed_requests, self._fences = [], set()
         return planned
 
-    def _take_tables(self, step: EngineStep) -> None:
-        if not (step.full_tables or step.new_blocks):
-            return
-        written: list[Sequence[int]] = []
+    def _take_preempted(self, request_ids: Sequence[str]) -> None:
+        self._fences |= self._in_flight.offloads_of(request_ids)
+        for request_id in request_ids:
+            state = self._requests.get(request_id)
+            if state is not None:
+                state.is_scheduled = False
+
+    def _take_tables(self, step: EngineStep, writes: StepWrites) -> None:
+        writes.add_copied_onto(step.overwritten_block_ids)
         for table in step.full_tables:
             state = self._requests.get(table.request_id)
             if state is not None:
                 state.replace_tables(table.block_ids, table.computed_tokens)
             for config in self._configs:
-                blocks = table.block_ids[config.spec.group_idx]
-                written.append(blocks[table.computed_tokens // config.spec.tokens_per_block :])
+                group_idx = config.spec.group_idx
+                first = table.computed_tokens // config.spec.tokens_per_block
+                blocks = table.block_ids[group_idx][first:]
+                writes.add(blocks)
+                if config.spec.kind is GroupKind.STATE:
+                    writes.add_states(table.request_id, group_idx, first, blocks)
         for new in step.new_blocks:
+            for blocks in new.block_ids:
+                writes.add(blocks)
             state = self._requests.get(new.request_id)
             if state is not None:
+                for group_idx, length in state.state_lengths.items():
+                    writes.add_states(new.request_id, group_idx, length, new.block_ids[group_idx])
                 state.append_blocks(new.block_ids)
-            written.extend(new.block_ids)
-        self._fences |= self._in_flight.readers_of(chain.from_iterable(written))
 
     def complete(self, done: TransferDone) -> None:
         """Take the answer to a job: publish or drop its chunks, release its pins."""
@@ -249,9 +277,9 @@ class OffloadPlanner:
         state = self._requests.get(load.request_id)
         if state is not None and state.load_job == done.job_id:
             state.load_job = None
-            state.loaded_tokens = 0 if is_lost else state.loaded_tokens
-            # The engine asks again at once; with the same answer it would fail for ever.
-            state.is_suppressed |= is_lost
+            if is_lost:
+                state.loaded_tokens = 0
+                state.note_failed_load()
 
     def has_work(self) -> bool:
         """Say whether the engine should go on stepping although it has no request.
@@ -262,6 +290,7 @@ class OffloadPlanner:
             return False
         return (
             bool(self._in_flight.offloads or self._in_flight.loads or self._loads)
+            or self._offloads.has_leftovers
             or self._stack.has_work()
         )
 
@@ -280,9 +309,10 @@ class OffloadPlanner:
             state.outdate(self._configs)
 
     def drop_offloads(self) -> None:
-        """Let no offload that is in flight be found: what computed its blocks is in doubt."""
+        """Let no offload in flight, or due, be found: what computed its blocks is in doubt."""
         for job in self._in_flight.offloads.values():
             self._stack.doom(job.reservation.keys)
+        self._offloads.drop_leftovers()
 
     def check(self) -> list[str]:
         """Verify that nothing leaks; return the problems in words (empty: sound)."""

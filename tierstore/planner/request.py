@@ -7,9 +7,12 @@ from tierstore.layout import GroupKind
 from tierstore.planner.groups import GroupOffloadConfig
 from tierstore.transfer import JobId
 
-__all__ = ["RequestGroupState", "RequestOffloadState", "Wait"]
+__all__ = ["LOAD_RETRY_COUNT_MAX", "RequestGroupState", "RequestOffloadState", "Wait"]
 
 _NEVER = 1 << 62
+
+LOAD_RETRY_COUNT_MAX = 1
+"""Loads of one request after one that failed."""
 
 
 @dataclass(slots=True)
@@ -39,6 +42,8 @@ class RequestOffloadState:
     """The engine's live list; it grows as tokens come."""
     groups: Mapping[int, RequestGroupState]
     """By group index; groups whose blocks are handed over one by one (STATE) are left out."""
+    state_lengths: dict[int, int]
+    """Of those left out, by group index: how many entries the engine's table has."""
     next_ready_tokens: int = _NEVER
     """So many computed tokens complete the next chunk of some group."""
     wait: Wait | None = None
@@ -46,10 +51,13 @@ class RequestOffloadState:
     load_job: JobId | None = None
     loaded_tokens: int = 0
     """The load brought everything before this token, the first included; said to the next table."""
+    failed_load_count: int = 0
     is_suppressed: bool = False
-    """A load failed: this request is recomputed, and never asks the tiers again."""
+    """Too many loads failed: this request is recomputed, and never asks the tiers again."""
     has_kv: bool = False
     """Something was computed for it, or is being loaded."""
+    is_scheduled: bool = False
+    """Its table was given to a step, and it was not preempted since."""
     is_outdated: bool = False
     """The cache was reset under the request: what it computes comes after KV of the old weights."""
 
@@ -63,7 +71,8 @@ class RequestOffloadState:
             for config in configs
             if config.spec.kind is not GroupKind.STATE
         }
-        return cls(block_hashes, groups)
+        states = [c.spec.group_idx for c in configs if c.spec.kind is GroupKind.STATE]
+        return cls(block_hashes, groups, dict.fromkeys(states, 0))
 
     def replace_tables(self, tables: Sequence[Sequence[int]], computed_tokens: int) -> None:
         """Take full tables (admission, resumption): every chunk is offered again.
@@ -72,19 +81,33 @@ class RequestOffloadState:
         hold cost one lookup; those evicted since come back. An outdated
         request is offered again only if it starts from nothing.
         """
-        self.has_kv = True
+        self.has_kv = self.is_scheduled = True
         self.is_outdated &= computed_tokens > 0
         loaded_tokens = self.loaded_tokens if self.loaded_tokens <= computed_tokens else 0
         self.loaded_tokens = 0
         for group_idx, group in self.groups.items():
             group.block_ids = list(tables[group_idx])
             group.next_chunk = loaded_tokens // group.config.tokens_per_chunk
+        for group_idx in self.state_lengths:
+            self.state_lengths[group_idx] = len(tables[group_idx])
         self.expect_next_chunk()
 
     def append_blocks(self, tables: Sequence[Sequence[int]]) -> None:
         """Take the blocks that this step added."""
         for group_idx, group in self.groups.items():
             group.block_ids.extend(tables[group_idx])
+        for group_idx in self.state_lengths:
+            self.state_lengths[group_idx] += len(tables[group_idx])
+
+    def note_failed_load(self) -> None:
+        """Take note that a promised hit was not loaded.
+
+        The engine asks again at once. What arrived is resident, and what failed is absent unless
+        another tier has it, so one more answer is worth it. With the same one for ever the request
+        would never be computed.
+        """
+        self.failed_load_count += 1
+        self.is_suppressed |= self.failed_load_count > LOAD_RETRY_COUNT_MAX
 
     def outdate(self, configs: Sequence[GroupOffloadConfig]) -> None:
         """Name chunks by `configs`, and offer none that comes after KV from before."""

@@ -9,6 +9,7 @@ __all__ = [
     "NOTHING_PLANNED",
     "EngineStep",
     "FullTable",
+    "LastTable",
     "NewBlocks",
     "PlannedStep",
     "Progress",
@@ -27,6 +28,16 @@ class FullTable:
     block_ids: BlockTables
     computed_tokens: int
     """Local and loaded hits: blocks before them are shared and are not written."""
+
+
+@dataclass(frozen=True, slots=True)
+class LastTable:
+    """What a request holds when it ends; the engine may give its blocks away in the next step."""
+
+    block_ids: BlockTables
+    """0 where the engine has given a block away already."""
+    ready_tokens: int
+    """What its steps have computed, and will not change any more."""
 
 
 @dataclass(frozen=True, slots=True)

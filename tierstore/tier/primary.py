@@ -132,6 +132,34 @@ class PrimaryTier:
         self._arriving.update(zip(keys, slots, strict=True))
         return Reservation(np.array(slots, np.int64), victims)
 
+    def has_room(self, counts: Mapping[int, int], staying: Sequence[OffloadKey] = ()) -> bool:
+        """Return whether `reserve` would find so many slots per group, one group after the other.
+
+        `staying` are resident keys that would be pinned before. Never true of what `reserve` would
+        refuse; with several size classes it may be false of what it would grant. O(pins).
+        """
+        wanted = self._count_by_class(counts)
+        pins = self._pins
+        others = [key for key in staying if key not in pins] if pins else staying
+        if isinstance(self._slots, UniformSlots):
+            evictable_count = len(self._policy) - len(pins) - len(others)
+            return wanted[0] <= self._slots.free_count(0) + evictable_count
+        located = self._policy.locate([*pins, *others])
+        held = [slot for slot in located if slot is not None]
+        return self._slots.has_room(wanted, [*held, *self._arriving.values()])
+
+    def could_hold(self, counts: Mapping[int, int]) -> bool:
+        """Return whether so many chunks per group have room beside each other in the whole pool."""
+        wanted = self._count_by_class(counts)
+        if isinstance(self._slots, UniformSlots):
+            return wanted[0] <= self._slots.slot_count
+        return self._slots.could_hold(wanted)
+
+    @property
+    def is_room_held(self) -> bool:
+        """Whether transfers hold chunks, whose room comes back when they end."""
+        return bool(self._pins or self._arriving)
+
     def commit(self, keys: Sequence[OffloadKey]) -> None:
         """Make arriving keys resident; in order of eviction, so a prefix comes tail first.
 
@@ -325,6 +353,12 @@ class PrimaryTier:
         order = self._policy.victims(len(self._policy) + 1, ())
         slots = self._policy.locate(order)
         return {key: slot for key, slot in zip(order, slots, strict=True) if slot is not None}
+
+    def _count_by_class(self, counts: Mapping[int, int]) -> list[int]:
+        wanted = [0] * max(1, self._class_count)
+        for group_idx, count in counts.items():
+            wanted[self._group_class[group_idx]] += count
+        return wanted
 
     def _choose_victims(
         self, class_idx: int, keys: Sequence[OffloadKey]

@@ -1,5 +1,6 @@
 """Slots of one or several sizes in one pool. Page numbers only; the bytes are somebody else's."""
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
 
@@ -153,6 +154,40 @@ class SlabSlots:
                 rest = sorted(chain.from_iterable(foreign.values()))
                 return sorted(useful + rest[: _REST_PER_SLOT * shortage])
         return None
+
+    def has_room(self, counts: Sequence[int], held: Sequence[int]) -> bool:
+        """Return whether `counts[i]` slots of each class i can be had while `held` stay in use.
+
+        Classes are served one after the other, in any order, with whatever victims `choose` takes.
+        A slab without held slots serves any class, one with held slots its own class alone:
+
+            class A   |A A A h| held: 3 for A     |A A A A| 4 for A, or 6 for B     |free| as well
+
+        A class may spoil a slab of its own for the others with each slot that it takes there, and
+        takes others whole; so much less is counted for them. With one class it is exact.
+        """
+        held_by_slab = Counter(slot // self._slab_pages for slot in held)
+        unheld_by_class = Counter(self._slab_class)
+        partly: Counter[int] = Counter()
+        for slab, held_count in held_by_slab.items():
+            class_idx = self._slab_class[slab]
+            unheld_by_class[class_idx] -= 1
+            partly[class_idx] += self._slots_per_slab[class_idx] - held_count
+        unheld_count = unheld_by_class.total()
+        spoilt = [
+            min(count, unheld_by_class[i]) + -(-count // self._slots_per_slab[i])
+            for i, count in enumerate(counts)
+        ]
+        for i, count in enumerate(counts):
+            slab_count = max(0, unheld_count - (sum(spoilt) - spoilt[i]))
+            if count > partly[i] + slab_count * self._slots_per_slab[i]:
+                return False
+        return True
+
+    def could_hold(self, counts: Sequence[int]) -> bool:
+        """Return whether `counts[i]` slots of each class i fit into the pool beside each other."""
+        slab_counts = map(lambda count, each: -(-count // each), counts, self._slots_per_slab)
+        return sum(slab_counts) <= len(self._slab_class)
 
     def check(self, used: Sequence[int]) -> list[str]:
         """Compare with the slots that are in use; return the violations in words."""

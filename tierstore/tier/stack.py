@@ -6,7 +6,7 @@ places, never bytes. It takes no lock and is called by one thread.
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Self
 
 import numpy as np
@@ -216,6 +216,7 @@ class TierStack:
         while reserved is None and chosen:
             chosen = chosen[: len(chosen) // 2]
             reserved = self._reserve(group_idx, chosen[::-1])
+        self._demote_ahead(group_idx, len(chosen))
         refused_count = len(indices) - len(chosen)
         self._counters.add(Metric.REFUSED_OFFLOADS, refused_count, label="primary_pinned")
         return OffloadReservation(
@@ -280,6 +281,31 @@ class TierStack:
             return None
         return LoadReservation.of(self.new_job_id(), wanted, reserved, tuple(pinned))
 
+    def has_room(self, groups: Sequence[tuple[int, Sequence[OffloadKey]]]) -> bool:
+        """Return whether `reserve_load` would find room for these chunks now.
+
+        Of every resident or recorded chunk: True holds until the next call that changes something.
+        """
+        if self._primary.has_room(_count_by_group(groups)):
+            return True
+        missing: list[tuple[int, Sequence[OffloadKey]]] = []
+        resident: list[OffloadKey] = []
+        for group_idx, keys in groups:
+            slots = self._primary.locate(keys)
+            pairs = list(zip(keys, slots, strict=True))
+            resident += [key for key, slot in pairs if slot is not None]
+            missing.append((group_idx, [key for key, slot in pairs if slot is None]))
+        return self._primary.has_room(_count_by_group(missing), resident)
+
+    def could_hold(self, counts: Mapping[int, int]) -> bool:
+        """Return whether so many chunks per group have room if nothing else holds any."""
+        return self._primary.could_hold(counts)
+
+    @property
+    def is_room_held(self) -> bool:
+        """Whether transfers hold room in the primary tier, which comes back when they end."""
+        return self._primary.is_room_held
+
     def _pin_found(self, keys: Sequence[OffloadKey]) -> list[int | None]:
         """Do as `PrimaryTier.pin_resident` with the chunks that can be found."""
         slots = self._locator.slots(keys)
@@ -298,6 +324,8 @@ class TierStack:
             reserved.append(dataclasses.replace(promote, slots=slots))
         for promote in reserved:
             self._secondaries[promote.tier_idx].pin(promote.keys)
+            # Not before all of them have their slots: it pins victims, for which room was promised.
+            self._demote_ahead(promote.group_idx, len(promote.keys))
         return reserved
 
     def finish_load(self, reservation: LoadReservation, done: TransferDone) -> None:
@@ -430,9 +458,12 @@ class TierStack:
                 self._residency.left(reservation.evicted)
             for cascade in self._cascades:
                 cascade.on_evicted(reservation.evicted)
-        if self._cascades:
-            self.demote_victims(group_idx, _DEMOTE_AHEAD * len(tail_first))
         return reservation.slots[::-1]
+
+    def _demote_ahead(self, group_idx: int, count: int) -> None:
+        """Let the victims of the next reservations be recorded, by the size of this one."""
+        if self._cascades and count:
+            self.demote_victims(group_idx, _DEMOTE_AHEAD * count)
 
     def _bury(self) -> None:
         """Forget doomed chunks that no transfer holds any more."""
@@ -451,3 +482,10 @@ class TierStack:
             cascade.on_touched(keys)
         for secondary in self._secondaries:
             secondary.touch(tail_first)
+
+
+def _count_by_group(groups: Iterable[tuple[int, Sequence[OffloadKey]]]) -> dict[int, int]:
+    counts: dict[int, int] = {}
+    for group_idx, keys in groups:
+        counts[group_idx] = counts.get(group_idx, 0) + len(keys)
+    return counts

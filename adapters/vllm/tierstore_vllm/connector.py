@@ -236,7 +236,7 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request; its blocks may be freed at once, a fence guards those being read."""
         if self._scheduler is not None:
-            self._scheduler.request_finished(request)
+            self._scheduler.request_finished(request, block_ids)
         return False, None
 
     def take_events(self) -> "Iterable[KVCacheEvent]":

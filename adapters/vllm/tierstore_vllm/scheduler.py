@@ -330,12 +330,16 @@ class SchedulerHalf:
             self.take_report(report)
 
     @_guarded(None, is_fatal=False)
-    def request_finished(self, request: "Request") -> None:
-        """Forget a request; its blocks may be freed at once, fences guard those being read."""
+    def request_finished(self, request: "Request", block_ids: Sequence[Sequence[int]] = ()) -> None:
+        """Forget a request; its blocks may be freed at once, fences guard those being read.
+
+        `block_ids` are what it held, per group; the next step offloads what was not offered yet.
+        """
         self._requests.pop(request.request_id, None)
         self._questions.pop(request.request_id, None)
         self._adapters.forget_request(request.request_id)
-        self._planner.finish_request(request.request_id)
+        last = self._reader.last_table(request, block_ids) if block_ids else None
+        self._planner.finish_request(request.request_id, last)
 
     @_guarded(False, is_fatal=True)
     def has_work(self) -> bool:

@@ -5,7 +5,14 @@ from dataclasses import dataclass
 from operator import add
 from typing import TYPE_CHECKING
 
-from tierstore.planner import EngineStep, FullTable, NewBlocks, Progress, StateBlock
+from tierstore.planner import (
+    EngineStep,
+    FullTable,
+    LastTable,
+    NewBlocks,
+    Progress,
+    StateBlock,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -52,6 +59,15 @@ class StepReader:
             ],
             preempted=tuple(output.preempted_req_ids or ()),
         )
+
+    def last_table(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> LastTable:
+        """Say what a request leaves.
+
+        The KV of every token but the last is computed, or is by a step that was planned before.
+        The last one was sampled, and speculative ones behind it are not the request's.
+        """
+        computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        return LastTable(block_ids, min(computed_tokens, self._settled_tokens(request)))
 
     def _progress(self, output: "SchedulerOutput", admitted: Sequence[FullTable]) -> list[Progress]:
         scheduled_tokens = output.num_scheduled_tokens
