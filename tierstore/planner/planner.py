@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -283,6 +283,14 @@ class OffloadPlanner:
         """Let no offload that is in flight be found: what computed its blocks is in doubt."""
         for job in self._in_flight.offloads.values():
             self._stack.doom(job.reservation.keys)
+
+    def note_written(self, block_ids: Iterable[int]) -> None:
+        """Let nothing be found that an offload in flight reads from these blocks.
+
+        Somebody else writes to them from now on, in no order with our copies: the fence of a step
+        holds back what the engine computes, not what others load.
+        """
+        self._stack.doom(self._in_flight.keys_read_from(block_ids))
 
     def check(self) -> list[str]:
         """Verify that nothing leaks; return the problems in words (empty: sound)."""

@@ -17,6 +17,7 @@ from tierstore.layout import GroupKind, GroupSpec
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters, Metric
 from tierstore.tier.cascade import Cascade
+from tierstore.tier.catalog import Catalog
 from tierstore.tier.locator import Locator
 from tierstore.tier.primary import PrimaryTier
 from tierstore.tier.promotion import Promotions
@@ -90,10 +91,7 @@ class TierStack:
             CatalogError, ManifestError: a secondary tier cannot be opened; none stays open.
         """
         groups = manifest.group_specs()
-        primary = PrimaryTier(
-            config.primary,
-            [0 if group.kind is GroupKind.UNCACHED else group.slot_bytes for group in groups],
-        )
+        primary = _open_primary(config, groups)
         secondaries: list[SecondaryTier] = []
         try:
             for tier_idx, tier in enumerate(config.secondary):
@@ -127,6 +125,20 @@ class TierStack:
             )
         ]
         return cls(groups, primary, secondaries, cascades, counters, residency=residency)
+
+    @staticmethod
+    def check_config(config: StoreConfig, manifest: Manifest, *, rank_count: int) -> None:
+        """Raise what `open` would raise, for a process that does not need the tiers itself.
+
+        Creates the directories of secondary tiers, as `open` does; leaves nothing open.
+
+        Raises:
+            ConfigError: a capacity is too small, or a path belongs to another kind of tier.
+            CatalogError, ManifestError: a secondary tier cannot be opened.
+        """
+        _open_primary(config, manifest.group_specs())
+        for tier in config.secondary:
+            Catalog.open(tier, manifest, rank_count=rank_count).close()
 
     def close(self) -> None:
         """Finish the catalogs' queues and close them; idempotent."""
@@ -394,3 +406,8 @@ class TierStack:
             cascade.on_touched(keys)
         for secondary in self._secondaries:
             secondary.touch(tail_first)
+
+
+def _open_primary(config: StoreConfig, groups: Sequence[GroupSpec]) -> PrimaryTier:
+    slot_bytes = [0 if group.kind is GroupKind.UNCACHED else group.slot_bytes for group in groups]
+    return PrimaryTier(config.primary, slot_bytes)

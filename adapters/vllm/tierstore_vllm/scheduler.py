@@ -143,6 +143,8 @@ class SchedulerHalf:
         self._questions: dict[str, _Question] = {}
         self._promised: set[str] = set()
         """Requests that wait for a load of which no worker was told yet."""
+        self._set_aside: dict[str, KVCacheBlocks] = {}
+        """Blocks of requests that load nothing from here, since the last step."""
         self._reader = StepReader(self._requests, self._planner.completing, offload_decode)
         self._last_report: WorkerReport | None = None
         self._failure_count = 0
@@ -219,10 +221,12 @@ class SchedulerHalf:
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int
     ) -> None:
-        """Plan the load of a hit that vLLM accepted; does nothing where nothing is loaded."""
+        """Plan the load of a hit that vLLM accepted; note blocks that were set aside otherwise."""
         if external_tokens > 0:
             self._promised.add(request.request_id)
             self._begin_load(request, blocks, external_tokens)
+        elif not self.has_given_up:
+            self._set_aside[request.request_id] = blocks
 
     @_guarded(None, is_fatal=True)
     def _begin_load(
@@ -290,8 +294,28 @@ class SchedulerHalf:
 
     @_guarded(NOTHING_PLANNED, is_fatal=True)
     def _plan(self, output: "SchedulerOutput | None") -> PlannedStep:
-        step = EngineStep() if output is None else self._reader.read(output)
+        if output is None:
+            return self._planner.plan_step(EngineStep())
+        step = self._reader.read(output)
+        self._note_foreign_loads(step)
         return self._planner.plan_step(step)
+
+    def _note_foreign_loads(self, step: EngineStep) -> None:
+        """Find the blocks into which another connector loads while their request waits.
+
+        Those of requests that the step computes are in its tables, and fenced.
+        """
+        for table in step.full_tables:
+            self._set_aside.pop(table.request_id, None)
+        for blocks in self._set_aside.values():
+            self._planner.note_written(
+                # A block with a hash is shared with others and holds its bytes already.
+                block.block_id
+                for group in blocks.blocks
+                for block in group
+                if block.block_hash is None
+            )
+        self._set_aside.clear()
 
     @_guarded(None, is_fatal=True)
     def take_report(self, report: WorkerReport) -> None:
@@ -305,6 +329,15 @@ class SchedulerHalf:
         if report.has_given_up:
             # Its every load would fail, and vLLM may end the requests that wait for them.
             self._give_up("a worker moves no bytes any more")
+
+    @_guarded(None, is_fatal=True)
+    def drop_offloads(self) -> None:
+        """Let nothing be found that is on its way from the engine's blocks.
+
+        Another connector could not load blocks for a step that has been computed with them. vLLM
+        computes it again; which offloads read blocks of that step, nobody knows.
+        """
+        self._planner.drop_offloads()
 
     def _learn(self, uses: Sequence[AdapterUse]) -> None:
         doubtful = self._adapters.learn(uses)
