@@ -110,6 +110,14 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Say no: a chunk that was not offloaded is a later miss, nothing worse."""
         return False
 
+    @property
+    def supports_eagle_prefix_cache_hashing(self) -> bool:
+        """Say no: with another kind of block hashes no key would be what it was.
+
+        vLLM after 0.33 asks; with a connector, 0.33 keeps the old hashes of its own accord.
+        """
+        return False
+
     # Worker role.
 
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
