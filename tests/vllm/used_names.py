@@ -75,29 +75,29 @@ class _Scope:
     def read(self, body: Iterable[ast.AST]) -> None:
         """Bind what is assigned, in the order of the source, and note what is used."""
         for node in (found for statement in body for found in _in_order(statement)):
-            match node:
-                case ast.Assign(targets=[target], value=value):
-                    self.bind(target, self.type_of(value))
-                case ast.AnnAssign(target=target, annotation=annotation):
-                    self.bind(target, _name_of(annotation))
-                case ast.NamedExpr(target=target, value=value):
-                    self.bind(target, self.type_of(value))
-                case ast.Assert(
-                    test=ast.Call(func=ast.Name(id="isinstance"), args=[target, narrowed])
-                ):
-                    self.bind(target, _name_of(narrowed))
-                case (
-                    ast.For(target=target, iter=source)
-                    | ast.comprehension(target=target, iter=source)
-                ):
-                    self.bind(target, _element(self.type_of(source)))
-                case ast.Attribute(value=value, attr=name):
-                    if self.type_of(value).isidentifier():
-                        self.used.add((self.type_of(value), name))
-                case ast.FunctionDef(args=args):
-                    for argument in (*args.posonlyargs, *args.args, *args.kwonlyargs):
-                        annotation = argument.annotation
-                        self.names[argument.arg] = _name_of(annotation) if annotation else ""
+            if isinstance(node, ast.FunctionDef):
+                arguments = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+                self.names.update((a.arg, _name_of(a.annotation)) for a in arguments)
+            elif isinstance(node, ast.Attribute):
+                if self.type_of(node.value).isidentifier():
+                    self.used.add((self.type_of(node.value), node.attr))
+            else:
+                self._bind_all(node)
+
+    def _bind_all(self, node: ast.AST) -> None:
+        match node:
+            case ast.Assign(targets=[target], value=value):
+                self.bind(target, self.type_of(value))
+            case ast.AnnAssign(target=target, annotation=annotation):
+                self.bind(target, _name_of(annotation))
+            case ast.NamedExpr(target=target, value=value):
+                self.bind(target, self.type_of(value))
+            case ast.Assert(test=ast.Call(func=ast.Name(id="isinstance"), args=[target, narrowed])):
+                self.bind(target, _name_of(narrowed))
+            case ast.For(target=target, iter=source):
+                self.bind(target, _element(self.type_of(source)))
+            case ast.comprehension(target=target, iter=source):
+                self.bind(target, _element(self.type_of(source)))
 
 
 def used_attributes(files: Iterable[Path], classes: Iterable[str]) -> set[tuple[str, str]]:
@@ -123,8 +123,10 @@ def _in_order(node: ast.AST) -> Iterable[ast.AST]:
         yield from _in_order(child)
 
 
-def _name_of(annotation: ast.expr) -> str:
+def _name_of(annotation: ast.expr | None) -> str:
     """Return an annotation as text, without quotes and `| None`."""
+    if annotation is None:
+        return ""
     text = ast.unparse(annotation).replace("'", "").replace('"', "")
     for prefix in ("Sequence", "Mapping[str, ", "dict[str, ", "Iterable"):
         if text.startswith(prefix):

@@ -1,15 +1,10 @@
 """Which vLLM the adapter can work with: one that has the names it needs, whatever its number."""
 
-import dataclasses
 import importlib
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, TypeGuard
 
 from tierstore.errors import ConfigError
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 __all__ = [
     "LORA_NAMES",
@@ -295,10 +290,6 @@ def _missing(module_name: str, classes: Mapping[str, tuple[str, ...]]) -> list[s
 
 def _own_names(found: object) -> set[str]:
     """Name what objects of a class have although the class itself does not."""
-    names = {field.name for field in dataclasses.fields(found)} if _is_dataclass(found) else set()
     code = getattr(getattr(found, "__init__", None), "__code__", None)
-    return names.union(() if code is None else code.co_names)  # what it sets is among them
-
-
-def _is_dataclass(found: object) -> TypeGuard[type["DataclassInstance"]]:
-    return isinstance(found, type) and dataclasses.is_dataclass(found)
+    set_by_constructor = () if code is None else code.co_names  # among others
+    return {*getattr(found, "__dataclass_fields__", ()), *set_by_constructor}
