@@ -265,13 +265,15 @@ class OffloadPlanner:
             or self._stack.has_work()
         )
 
-    def reset(self, manifest: Manifest) -> None:
+    def reset(self, manifest: Manifest, *, keeps_records: bool = False) -> None:
         """Forget all cached chunks: the weights changed. What comes now is `manifest`'s.
+
+        `keeps_records`: only those in memory, see `TierStack.reset`.
 
         Requests that are running or loading hold blocks of the old weights, and what they compute
         next depends on them; nothing of it is offloaded until the engine starts them from nothing.
         """
-        self._stack.reset(manifest)
+        self._stack.reset(manifest, keeps_records=keeps_records)
         self._configs = tuple(
             dataclasses.replace(config, namespace=manifest.namespace) for config in self._configs
         )

@@ -306,9 +306,11 @@ class TierStack:
 
     def commands(self) -> list[Command]:
         """Return the demotes and releases that became possible since the last call."""
-        return [
+        commands = [
             command for cascade in self._cascades for command in cascade.commands(self.new_job_id)
         ]
+        self._bury()  # a demote that outlived a reset may have ended
+        return commands
 
     def complete(self, done: TransferDone) -> bool:
         """Take the answer to a command of `commands`, or the late answer to a load.
@@ -347,19 +349,25 @@ class TierStack:
         """Return the bytes that may be offloaded now without a tier dropping their demote."""
         return min((cascade.room_bytes() for cascade in self._cascades), default=1 << 62)
 
-    def reset(self, manifest: Manifest) -> None:
+    def reset(self, manifest: Manifest, *, keeps_records: bool = False) -> None:
         """Forget all chunks in all tiers (the weights changed); those to come are `manifest`'s.
 
         Chunks that a transfer holds are unreachable from now on and forgotten when it ends.
+        `keeps_records`: only what is in memory or on its way there is forgotten; `manifest` is
+        the same as before, and what is being demoted will be recorded.
         """
         for cascade in self._cascades:
-            cascade.cancel()
+            if keeps_records:
+                cascade.forget_resident()
+            else:
+                cascade.cancel()
         if self._residency is not None:
             self._residency.left(self._primary.coldest(len(self._primary)))
         self._doomed.update(self._primary.clear())
         self._doomed.update(self._primary.arriving)
-        for secondary in self._secondaries:
-            secondary.reset(manifest)
+        if not keeps_records:
+            for secondary in self._secondaries:
+                secondary.reset(manifest)
 
     def doom(self, keys: Iterable[OffloadKey]) -> None:
         """Make chunks that an offload holds unreachable, and forget them when it ends."""

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tierstore.clock import MonotonicClock
-from tierstore.config import StoreConfig
+from tierstore.config import OffloadConfig, StoreConfig
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters
 from tierstore.planner import (
@@ -114,12 +114,13 @@ class SchedulerHalf:
         shape: EngineShape,
         counters: Counters,
         *,
-        offload_decode: bool = True,
+        config: OffloadConfig,
         residency: ResidencyLog | None = None,
     ) -> None:
         """Take over open tiers; `close` closes them. `residency` is what the stack writes to."""
         self._stack = stack
         self._manifest = manifest
+        self._config = config
         self._stats = StatsSource(counters)
         self._tally = RankTally(shape.rank_count)
         self._groups = manifest.group_specs()
@@ -145,7 +146,7 @@ class SchedulerHalf:
         """Requests that wait for a load of which no worker was told yet."""
         self._set_aside: dict[str, KVCacheBlocks] = {}
         """Blocks of requests that load nothing from here, since the last step."""
-        self._reader = StepReader(self._requests, self._planner.completing, offload_decode)
+        self._reader = StepReader(self._requests, self._planner.completing, config.decode)
         self._last_report: WorkerReport | None = None
         self._failure_count = 0
         self._failure_causes: set[tuple[str, str]] = set()
@@ -182,7 +183,7 @@ class SchedulerHalf:
             manifest,
             shape,
             counters,
-            offload_decode=config.offload.decode,
+            config=config.offload,
             residency=residency,
         )
 
@@ -381,8 +382,14 @@ class SchedulerHalf:
 
         vLLM does not say why. Weights that changed, or will before the next request, are those of
         no manifest, so what is computed from now on must not be found by an engine that loads the
-        weights anew, nor by one that shares the path.
+        weights anew, nor by one that shares the path. An operator who knows that they never change
+        may have the disk left as it is.
         """
+        if self._config.on_reset == "keep_disk":
+            self._planner.reset(self._manifest, keeps_records=True)
+            self._adapters.reset()
+            _logger.info("cache was reset: what is on disk stays, as offload.on_reset says")
+            return True
         self._manifest = self._manifest.in_epoch(secrets.token_hex(8))
         self._planner.reset(self._manifest)
         self._adapters.reset()
