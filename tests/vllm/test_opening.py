@@ -14,8 +14,11 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from hooked import HookedEngine, block, make_request, scheduled
 from transfers import far, several, tierstore
+from vllm.lora.request import LoRARequest
+from vllm.v1.outputs import KVConnectorOutput
 
 from tierstore.errors import ConfigError
+from tierstore_vllm.messages import Adapter, AdapterUse, WorkerReport
 from tierstore_vllm.opening import ASKING_STEPS_MAX
 
 pytestmark = pytest.mark.vllm
@@ -141,6 +144,20 @@ def test_a_reset_before_the_ranks_answered_is_one_after(tmp_path: Path):
     third = HookedEngine(tierstore(disk(tmp_path)))
     assert cached_tokens(third, request) == 0
     third.close()
+
+
+def test_adapters_that_ranks_tell_of_before_the_last_has_answered_are_known():
+    engine = HookedEngine(ALONE, rank_count=2, shares_process=False)
+    lora = LoRARequest("adapter", 1, "/adapter")
+    for rank in range(2):
+        use = AdapterUse(rank, Adapter.of(lora), b"weights")
+        engine.scheduler.update_connector_output(
+            KVConnectorOutput(kv_connector_worker_meta=WorkerReport(adapter_uses=[use]))
+        )
+    engine.step()
+    request = make_request("r", 3, lora_request=lora)
+    assert len(compute(engine, request, [1, 2, 3, 4]).plan.commands) == 1
+    engine.close()
 
 
 TOO_SMALL = {"version": 1, "primary": {"capacity": "4KiB"}}

@@ -220,7 +220,7 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
         report = connector_output.kv_connector_worker_meta
         if self._scheduler is None:
             if isinstance(report, WorkerReport):
-                self._scheduler = self._opening.take(report.hellos)
+                self._scheduler = self._opening.take(report)
             return
         if connector_output.invalid_block_ids:
             self._scheduler.drop_offloads()  # before the answers, which would publish them

@@ -20,7 +20,7 @@ from tierstore.manifest import Manifest
 from tierstore_vllm.drain import drain
 from tierstore_vllm.layout import describe_engine
 from tierstore_vllm.local import local_workers
-from tierstore_vllm.messages import StepMetadata, WorkerHello
+from tierstore_vllm.messages import StepMetadata, WorkerHello, WorkerReport
 from tierstore_vllm.scheduler import SchedulerHalf
 from tierstore_vllm.worker import WorkerHalf
 
@@ -53,7 +53,8 @@ class Opening:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._config = config
-        self._hellos: dict[int, WorkerHello] = {}
+        self._report = WorkerReport()
+        """What all ranks have said so far; nobody has given them a command yet."""
         self._requests: dict[str, Request] = {}
         """Those that came meanwhile and have not been finished."""
         self._local_worker: WorkerHalf | None = None
@@ -78,15 +79,16 @@ class Opening:
             self._local_worker = local_workers.take(engine_id, self._config)
         return self._local_worker
 
-    def take(self, hellos: Mapping[int, WorkerHello]) -> SchedulerHalf | None:
+    def take(self, report: WorkerReport) -> SchedulerHalf | None:
         """Take what ranks said; open when it was the last of them. Never raises."""
         if self._is_over:
             return None
-        self._hellos.update(hellos)
-        if len(self._hellos) < self._vllm_config.parallel_config.world_size:
+        self._report.aggregate(report)
+        hellos = self._report.hellos
+        if len(hellos) < self._vllm_config.parallel_config.world_size:
             return None
         try:
-            return self._open(self._hellos)
+            return self._open(hellos)
         except ConfigError as error:
             # The engine runs, and has served perhaps: it is too late to refuse the configuration.
             self._refuse(str(error))
@@ -126,6 +128,7 @@ class Opening:
             # vLLM shuts the worker down first and takes no step any more. With workers in other
             # processes there is an engine process, which steps on until nothing is outstanding.
             worker.before_close = partial(drain, worker, half)
+        half.take_report(self._report)
         if self._is_reset:
             half.reset_cache()
         for request in self._requests.values():
@@ -163,7 +166,7 @@ class Opening:
             _logger.warning(
                 "tierstore caches nothing until all workers have described their KV caches: "
                 "answered=%d ranks=%d",
-                len(self._hellos),
+                len(self._report.hellos),
                 self._vllm_config.parallel_config.world_size,
             )
         if not output.num_scheduled_tokens:
