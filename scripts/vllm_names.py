@@ -16,7 +16,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from tierstore_vllm.engine_names import LORA_NAMES, NEEDED_NAMES
+from tierstore_vllm.engine_names import LORA_NAMES, NEEDED_NAMES, PLUGIN_NAMES
 
 Description = dict[str, object]
 
@@ -27,7 +27,7 @@ TABLES = ROOT / "tests" / "vllm" / "names"
 _NAMES = {
     module: {**NEEDED_NAMES.get(module, {}), **LORA_NAMES.get(module, {})}
     for module in (*NEEDED_NAMES, *LORA_NAMES)
-}
+} | dict(PLUGIN_NAMES)
 _DERIVED_FROM = "vllm.distributed.kv_transfer."
 _UNCHECKED = {"original_max_model_len"}
 """Used, but set while an object is made, so that its class does not show it."""

@@ -165,7 +165,7 @@ class ReferenceStack(TierStack):
             else:
                 self.states[key] = ChunkState.RESIDENT
 
-    def reset(self, manifest):
+    def reset(self, manifest, *, keeps_records=False):
         """Keep what is recorded, as if the disk failed: the epoch alone must hide it."""
         self.doomed = {k for k, state in self.states.items() if state is ChunkState.ARRIVING}
         kept = (ChunkState.ARRIVING, ChunkState.RECORDED)

@@ -165,3 +165,43 @@ def test_a_load_for_which_there_is_room_finds_it_although_victims_are_written(tm
         tiers.stack.finish_load(load, TransferDone(job_id=load.job_id))
         tiers.loop.flush()
         tiers.assert_all_slots_can_be_had()
+
+
+@pytest.mark.parametrize("cascade", ["write_through", "on_evict", "second_touch"])
+def test_a_reset_that_keeps_records_forgets_memory_alone(tmp_path, cascade):
+    with opened(tmp_path, {"cascade": cascade}) as tiers:
+        tiers.store(1, 2)
+        tiers.stack.touch(keys(1, 2))
+        tiers.stack.demote_coldest(SLOT_COUNT)
+        tiers.loop.flush()
+        assert tiers.recorded(0, 1, 2) == [1, 2]
+        tiers.stack.reset(MANIFEST, keeps_records=True)
+        assert tiers.locate(1, 2) == [RECORDED, RECORDED]
+        assert tiers.stack.check() == []
+        # Recorded or not, what is stored from now on goes its way as before.
+        tiers.store(1, 3)
+        tiers.stack.touch(keys(1, 3))
+        tiers.stack.demote_coldest(SLOT_COUNT)
+        tiers.loop.flush()
+        assert tiers.recorded(0, 1, 2, 3) == [1, 2, 3]
+        tiers.assert_all_slots_can_be_had()
+
+
+def test_a_demote_that_a_reset_overtakes_is_recorded_if_records_are_kept(tiers):
+    tiers.keep(1, 2)  # their places are asked for, and nothing is written yet
+    tiers.stack.reset(MANIFEST, keeps_records=True)
+    assert RESIDENT not in tiers.locate(1, 2)
+    assert tiers.recorded(0, 1, 2) == [1, 2]
+    assert tiers.locate(1, 2) == [RECORDED, RECORDED]
+    tiers.assert_all_slots_can_be_had()
+
+
+def test_what_is_on_its_way_into_memory_is_forgotten_if_records_are_kept(tiers):
+    tiers.store(1, 2)
+    load = tiers.stack.reserve_load([(0, keys(1, 2))])
+    offload = tiers.stack.reserve_offload(0, keys(3))
+    tiers.stack.reset(MANIFEST, keeps_records=True)
+    tiers.stack.finish_load(load, TransferDone(job_id=load.job_id))
+    tiers.stack.finish_offload(offload)
+    assert tiers.locate(1, 2, 3) == [RECORDED, RECORDED, ABSENT]
+    tiers.assert_all_slots_can_be_had()

@@ -121,6 +121,7 @@ def make_vllm_config(layout: KVCacheLayout | None = None) -> SimpleNamespace:
             pipeline_parallel_size=1,
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
+            distributed_executor_backend="uni",
             cp_kv_cache_interleave_size=1,
         ),
     )

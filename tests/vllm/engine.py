@@ -73,6 +73,8 @@ class EngineJob:
     config: dict[str, Any] | None = None
     """tierstore's configuration; None: no connector."""
     connector: str = "tierstore_vllm.TierStoreConnector"
+    transfer: dict[str, Any] | None = None
+    """All arguments of `KVTransferConfig`, instead of `config` and `connector`."""
     load_failure_policy: str = "recompute"
     separate_process: bool = True
     ends: str = "shutdown"
@@ -233,7 +235,9 @@ def _open(job: dict[str, Any]) -> Any:
         "disable_log_stats": False,
         "enable_prefix_caching": True,
     } | job["engine"]
-    if job["config"] is not None:
+    if job["transfer"] is not None:
+        arguments["kv_transfer_config"] = KVTransferConfig(**job["transfer"])
+    elif job["config"] is not None:
         module, _, name = job["connector"].rpartition(".")
         arguments["kv_transfer_config"] = KVTransferConfig(
             kv_connector=name,

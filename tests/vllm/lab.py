@@ -225,15 +225,18 @@ class Lab:
 
     def reopen(self) -> None:
         """Replace both halves by fresh ones, as when the engine started."""
+        from tierstore_vllm.opening import Opening
         from tierstore_vllm.worker import WorkerHalf
 
         self.worker.close()
         self.half.close()
         old = self.worker_connector
-        old._worker = WorkerHalf(old._vllm_config, old._kv_cache_config, old._config)
-        old._worker.register(old.kv_caches)
+        parts = (old._vllm_config, old._kv_cache_config, old._config)
+        old._worker = WorkerHalf(*parts)
+        old.register_kv_caches(old.kv_caches)
         self.connector._scheduler = None
-        self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): old._worker.hello})
+        self.connector._opening = Opening(*parts)
+        self.connector.set_xfer_handshake_metadata_pp_aware({})
 
     @property
     def files(self) -> Any:

@@ -62,8 +62,8 @@ def test_vllm_is_told_the_layout_that_is_preferred_and_what_is_not_needed():
 
     from tierstore_vllm import TierStoreConnector
 
-    assert TierStoreConnector.get_required_kvcache_layout(None) == "HND"
-    assert _layout_from_name("HND").name == "LBHNC"
+    assert TierStoreConnector.get_required_kvcache_layout(None) == "LBHNC"
+    assert _layout_from_name("LBHNC").name == "LBHNC"
     assert not TierStoreConnector.requires_piecewise_for_cudagraph({})
     assert not make_connector({"tierstore.config": MEMORY_ONLY}).requires_kv_delivery
 

@@ -94,6 +94,7 @@ def test_an_empty_step_is_small():
         StepMetadata(),
         StepMetadata(failed_requests=("r",)),
         StepMetadata(asks_for_adapters=True),
+        StepMetadata(asks_for_hello=True),
         StepMetadata(StepPlan(fence_job_ids=(JobId(3),))),
         StepMetadata(
             StepPlan(commands=(Load(job_id=JobId(1), parts=()),)),
@@ -107,12 +108,14 @@ def test_a_step_says_the_same_in_another_process(step):
     assert step.is_empty() == (step == StepMetadata())
 
 
-def test_the_worker_half_stays_behind_when_a_hello_goes_to_another_process():
-    worker = object()
-    hello = WorkerHello(None, "why", local_worker=worker)
-    assert hello.local_worker is worker
-    assert pickle.loads(pickle.dumps(hello)) == WorkerHello(None, "why")
-    assert pickle.loads(pickle.dumps(hello)).local_worker is None
+def test_what_ranks_say_of_themselves_is_kept_apart_when_reports_are_merged():
+    hellos = {rank: WorkerHello(None, f"why {rank}") for rank in range(3)}
+    reports = [WorkerReport(hellos={rank: hello}) for rank, hello in hellos.items()]
+    assert not any(report.is_empty() for report in reports)
+    merged = WorkerReport()
+    for report in reports:
+        merged = merged.aggregate(pickle.loads(pickle.dumps(report)))
+    assert merged.hellos == hellos
 
 
 def test_one_rank_that_gave_up_is_heard_among_many():

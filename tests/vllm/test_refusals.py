@@ -229,7 +229,7 @@ def start_connectors(
     worker = TierStoreConnector(config, KVConnectorRole.WORKER, memory.config)
     worker.register_kv_caches(memory.views)
     scheduler = TierStoreConnector(config, KVConnectorRole.SCHEDULER, memory.config)
-    scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): worker.get_handshake_metadata()})
+    scheduler.set_xfer_handshake_metadata_pp_aware({})
     return worker, scheduler
 
 

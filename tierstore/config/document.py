@@ -158,10 +158,14 @@ class OffloadSection(_Section):
     """Consecutive blocks of the engine that are kept and evicted together."""
     decode: bool = True
     """Offload blocks that generated tokens filled, not only those of the prompt."""
+    on_reset: Literal["forget", "keep_disk"] = "forget"
+    """What a reset of the engine's cache leaves: nothing, or what is on disk."""
 
     def build(self) -> OffloadConfig:
         """Return the section as the rest of tierstore sees it."""
-        return OffloadConfig(blocks_per_chunk=self.blocks_per_chunk, decode=self.decode)
+        return OffloadConfig(
+            blocks_per_chunk=self.blocks_per_chunk, decode=self.decode, on_reset=self.on_reset
+        )
 
 
 class GpuSection(_Section):

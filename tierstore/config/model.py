@@ -10,6 +10,7 @@ __all__ = [
     "IoConfig",
     "IoMode",
     "OffloadConfig",
+    "OnReset",
     "PrimaryConfig",
     "SecondaryConfig",
     "StoreConfig",
@@ -17,6 +18,7 @@ __all__ = [
 
 Cascade = Literal["write_through", "on_evict", "second_touch"]
 IoMode = Literal["direct", "buffered", "mmap"]
+OnReset = Literal["forget", "keep_disk"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +86,8 @@ class OffloadConfig:
     blocks_per_chunk: int = 1
     decode: bool = True
     """Offload blocks that generated tokens filled, not only those of the prompt."""
+    on_reset: OnReset = "forget"
+    """`forget` everything, on disk too; `keep_disk` is for weights that never change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
+from tierstore.key import OffloadKey
 from tierstore.tier.reservation import LoadReservation, OffloadReservation
 from tierstore.transfer import JobId
 
@@ -18,6 +19,13 @@ class OffloadJob:
     block_ids: tuple[int, ...]
     """What is read; nobody may overwrite them before the job is done."""
     request_ids: frozenset[str]
+
+    def blocks_by_key(self) -> Iterable[tuple[OffloadKey, tuple[int, ...]]]:
+        """Name the blocks of each chunk."""
+        keys = self.reservation.keys
+        per_chunk = len(self.block_ids) // len(keys)
+        for i, key in enumerate(keys):
+            yield key, self.block_ids[i * per_chunk : (i + 1) * per_chunk]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +71,19 @@ class InFlight:
             return set()
         readers = self._readers
         return {readers[block_id] for block_id in block_ids if block_id in readers}
+
+    def keys_read_from(self, block_ids: Iterable[int]) -> list[OffloadKey]:
+        """Name the chunks of which any offload, not only the last one, reads these blocks."""
+        if not self._readers:
+            return []
+        written = self._readers.keys() & set(block_ids)
+        return [
+            key
+            for job in self.offloads.values()
+            if not written.isdisjoint(job.block_ids)
+            for key, blocks in job.blocks_by_key()
+            if not written.isdisjoint(blocks)
+        ]
 
     def offloads_of(self, request_ids: Sequence[str]) -> set[JobId]:
         """Name the offloads that read blocks of any of these requests."""

@@ -294,13 +294,15 @@ class OffloadPlanner:
             or self._stack.has_work()
         )
 
-    def reset(self, manifest: Manifest) -> None:
+    def reset(self, manifest: Manifest, *, keeps_records: bool = False) -> None:
         """Forget all cached chunks: the weights changed. What comes now is `manifest`'s.
+
+        `keeps_records`: only those in memory, see `TierStack.reset`.
 
         Requests that are running or loading hold blocks of the old weights, and what they compute
         next depends on them; nothing of it is offloaded until the engine starts them from nothing.
         """
-        self._stack.reset(manifest)
+        self._stack.reset(manifest, keeps_records=keeps_records)
         self._configs = tuple(
             dataclasses.replace(config, namespace=manifest.namespace) for config in self._configs
         )
@@ -313,6 +315,14 @@ class OffloadPlanner:
         for job in self._in_flight.offloads.values():
             self._stack.doom(job.reservation.keys)
         self._offloads.drop_leftovers()
+
+    def note_written(self, block_ids: Iterable[int]) -> None:
+        """Let nothing be found that an offload in flight reads from these blocks.
+
+        Somebody else writes to them from now on, in no order with our copies: the fence of a step
+        holds back what the engine computes, not what others load.
+        """
+        self._stack.doom(self._in_flight.keys_read_from(block_ids))
 
     def check(self) -> list[str]:
         """Verify that nothing leaks; return the problems in words (empty: sound)."""

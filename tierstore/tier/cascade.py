@@ -231,6 +231,11 @@ class Cascade:
         self._settled.clear()
         self._once_seen.clear()
 
+    def forget_resident(self) -> None:
+        """Forget what was known of chunks in memory; demotes on their way go on (reset)."""
+        self._settled &= self._in_flight
+        self._once_seen.clear()
+
     def _request_unsettled(self, keys: Sequence[OffloadKey]) -> None:
         unsettled = [key for key in keys if key not in self._settled]
         by_group: defaultdict[int, list[OffloadKey]] = defaultdict(list)

@@ -18,6 +18,7 @@ from tierstore.layout import GroupKind, GroupSpec
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters, Metric
 from tierstore.tier.cascade import Cascade
+from tierstore.tier.catalog import Catalog
 from tierstore.tier.locator import Locator
 from tierstore.tier.primary import PrimaryTier
 from tierstore.tier.promotion import Promotions
@@ -107,10 +108,7 @@ class TierStack:
             CatalogError, ManifestError: a secondary tier cannot be opened; none stays open.
         """
         groups = manifest.group_specs()
-        primary = PrimaryTier(
-            config.primary,
-            [0 if group.kind is GroupKind.UNCACHED else group.slot_bytes for group in groups],
-        )
+        primary = _open_primary(config, groups)
         secondaries: list[SecondaryTier] = []
         try:
             for tier_idx, tier in enumerate(config.secondary):
@@ -153,6 +151,20 @@ class TierStack:
             clock=clock or MonotonicClock(),
             residency=residency,
         )
+
+    @staticmethod
+    def check_config(config: StoreConfig, manifest: Manifest, *, rank_count: int) -> None:
+        """Raise what `open` would raise, for a process that does not need the tiers itself.
+
+        Creates the directories of secondary tiers, as `open` does; leaves nothing open.
+
+        Raises:
+            ConfigError: a capacity is too small, or a path belongs to another kind of tier.
+            CatalogError, ManifestError: a secondary tier cannot be opened.
+        """
+        _open_primary(config, manifest.group_specs())
+        for tier in config.secondary:
+            Catalog.open(tier, manifest, rank_count=rank_count).close()
 
     def close(self) -> None:
         """Finish the catalogs' queues and close them; idempotent."""
@@ -374,9 +386,11 @@ class TierStack:
 
     def commands(self) -> list[Command]:
         """Return the demotes and releases that became possible since the last call."""
-        return [
+        commands = [
             command for cascade in self._cascades for command in cascade.commands(self.new_job_id)
         ]
+        self._bury()  # a demote that outlived a reset may have ended
+        return commands
 
     def complete(self, done: TransferDone) -> bool:
         """Take the answer to a command of `commands`, or the late answer to a load.
@@ -419,20 +433,26 @@ class TierStack:
         """Return the bytes that may be offloaded now without a tier dropping their demote."""
         return min((cascade.room_bytes() for cascade in self._cascades), default=1 << 62)
 
-    def reset(self, manifest: Manifest) -> None:
+    def reset(self, manifest: Manifest, *, keeps_records: bool = False) -> None:
         """Forget all chunks in all tiers (the weights changed); those to come are `manifest`'s.
 
         Chunks that a transfer holds are unreachable from now on and forgotten when it ends.
+        `keeps_records`: only what is in memory or on its way there is forgotten; `manifest` is
+        the same as before, and what is being demoted will be recorded.
         """
         for cascade in self._cascades:
-            cascade.cancel()
+            if keeps_records:
+                cascade.forget_resident()
+            else:
+                cascade.cancel()
         if self._residency is not None:
             self._residency.left(self._primary.coldest(len(self._primary)))
         self._doomed.update(self._primary.clear())
         self._doomed.update(self._primary.arriving)
         self._promotions.reset()
-        for secondary in self._secondaries:
-            secondary.reset(manifest)
+        if not keeps_records:
+            for secondary in self._secondaries:
+                secondary.reset(manifest)
 
     def doom(self, keys: Iterable[OffloadKey]) -> None:
         """Make chunks that an offload holds unreachable, and forget them when it ends."""
@@ -489,3 +509,8 @@ def _count_by_group(groups: Iterable[tuple[int, Sequence[OffloadKey]]]) -> dict[
     for group_idx, keys in groups:
         counts[group_idx] = counts.get(group_idx, 0) + len(keys)
     return counts
+
+
+def _open_primary(config: StoreConfig, groups: Sequence[GroupSpec]) -> PrimaryTier:
+    slot_bytes = [0 if group.kind is GroupKind.UNCACHED else group.slot_bytes for group in groups]
+    return PrimaryTier(config.primary, slot_bytes)

@@ -14,8 +14,10 @@ def __getattr__(name: str) -> object:
     if name != "TierStoreConnector":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from tierstore_vllm.engine_names import check_engine
+    from tierstore_vllm.plugin import register
 
     check_engine()
+    register()
     from tierstore_vllm.connector import TierStoreConnector
 
     return TierStoreConnector

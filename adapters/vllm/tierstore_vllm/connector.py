@@ -6,13 +6,11 @@ engine: what fails is logged, and vLLM computes what it would have computed with
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
@@ -21,13 +19,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tierstore.config import StoreConfig, load_config
-from tierstore.errors import ConfigError, TierStoreError
-from tierstore.manifest import Manifest
-from tierstore_vllm.drain import drain
+from tierstore.errors import ConfigError
 from tierstore_vllm.identity import check_block_hashes
-from tierstore_vllm.layout import describe_engine
-from tierstore_vllm.messages import StepMetadata, WorkerHello, WorkerReport
-from tierstore_vllm.scheduler import SchedulerHalf
+from tierstore_vllm.local import local_workers
+from tierstore_vllm.messages import StepMetadata, WorkerReport
+from tierstore_vllm.opening import Opening
 from tierstore_vllm.stats import TierStorePromMetrics, TierStoreStats
 from tierstore_vllm.worker import WorkerHalf
 
@@ -35,12 +31,15 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+    from tierstore_vllm.scheduler import SchedulerHalf
 
 __all__ = ["TierStoreConnector"]
 
@@ -66,6 +65,7 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
         check_block_hashes(vllm_config, self._config)
         self._worker: WorkerHalf | None = None
         self._scheduler: SchedulerHalf | None = None
+        self._opening = Opening(vllm_config, kv_cache_config, self._config)
         if role is KVConnectorRole.WORKER:
             self._worker = WorkerHalf(vllm_config, kv_cache_config, self._config)
         elif transfer_config.kv_load_failure_policy == "fail":
@@ -78,8 +78,11 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str:
-        """Prefer pages that are one contiguous run per layer; vLLM may decide otherwise."""
-        return "HND"
+        """Prefer pages that are one contiguous run per layer; vLLM may decide otherwise.
+
+        In the spelling of vLLM's own connectors: `MultiConnector` compares it letter by letter.
+        """
+        return "LBHNC"
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -107,6 +110,14 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Say no: a chunk that was not offloaded is a later miss, nothing worse."""
         return False
 
+    @property
+    def supports_eagle_prefix_cache_hashing(self) -> bool:
+        """Say no: with another kind of block hashes no key would be what it was.
+
+        vLLM after 0.33 asks; with a connector, 0.33 keeps the old hashes of its own accord.
+        """
+        return False
+
     # Worker role.
 
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
@@ -115,11 +126,10 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
         Raises:
             ConfigError: the configuration cannot work; the message says what to change.
         """
-        self._worker_half.register(kv_caches)
-
-    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
-        """Tell the scheduler's connector whose bytes this rank holds."""
-        return self._worker_half.hello
+        worker = self._worker_half
+        worker.register(kv_caches)
+        engine_id = str(self._vllm_config.kv_transfer_config.engine_id)
+        local_workers.add(engine_id, self._config, worker)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Wait for offloads that read blocks which this step writes."""
@@ -156,46 +166,32 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
     # Scheduler role.
 
     def set_xfer_handshake_metadata_pp_aware(
-        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+        self, metadata: "dict[tuple[int, int], KVConnectorHandshakeMetadata]"
     ) -> None:
-        """Adopt what the workers hold, and open the control plane.
+        """Open the control plane at once if the worker lives in this process.
+
+        vLLM calls this before the first request, when its workers have registered their KV caches.
+        What it brings is for other connectors: of several, vLLM passes on the words of one.
 
         Raises:
             ConfigError: the configuration cannot work; the message says what to change.
         """
-        if self._scheduler is not None:
-            return  # woken from sleep: the workers say the same again
-        hellos = [hello for _, hello in sorted(metadata.items()) if isinstance(hello, WorkerHello)]
-        refusal, manifest = _agree(hellos)
-        if manifest is not None:
-            try:
-                shape = describe_engine(self._vllm_config, self._kv_cache_config)
-                events = self._vllm_config.kv_events_config
-                self._scheduler = SchedulerHalf.open(
-                    self._config,
-                    manifest,
-                    shape,
-                    publishes_events=events is not None and events.enable_kv_cache_events,
-                )
-                _share_shutdown(hellos, self._scheduler)
-            except ConfigError:
-                raise
-            except TierStoreError as error:
-                refusal = str(error)
-        if refusal:
-            _logger.warning("tierstore caches nothing: cause=%s", refusal)
+        if self._scheduler is None:  # woken from sleep vLLM says the same again
+            self._scheduler = self._opening.open_local()
 
     def on_new_request(self, request: "Request") -> None:
         """Get to know a request."""
         if self._scheduler is not None:
             self._scheduler.on_new_request(request)
+        else:
+            self._opening.on_new_request(request)
 
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Say how many tokens can be loaded beyond the local ones."""
         if self._scheduler is None:
-            return 0, False
+            return (None, False) if self._opening.is_awaited() else (0, False)
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(
@@ -216,13 +212,19 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepMetadata:
         """Plan this step's transfers."""
         if self._scheduler is None:
-            return StepMetadata()
+            return self._opening.build_connector_meta(scheduler_output)
         return self._scheduler.build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """Take the workers' answers."""
         report = connector_output.kv_connector_worker_meta
-        if self._scheduler is not None and isinstance(report, WorkerReport):
+        if self._scheduler is None:
+            if isinstance(report, WorkerReport):
+                self._scheduler = self._opening.take(report)
+            return
+        if connector_output.invalid_block_ids:
+            self._scheduler.drop_offloads()  # before the answers, which would publish them
+        if isinstance(report, WorkerReport):
             self._scheduler.take_report(report)
 
     def request_finished(
@@ -237,6 +239,8 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Forget a request; its blocks may be freed at once, a fence guards those being read."""
         if self._scheduler is not None:
             self._scheduler.request_finished(request, block_ids)
+        else:
+            self._opening.request_finished(request.request_id)
         return False, None
 
     def take_events(self) -> "Iterable[KVCacheEvent]":
@@ -245,11 +249,16 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         """Keep the engine stepping while answers are outstanding."""
-        return self._scheduler is not None and self._scheduler.has_work()
+        if self._scheduler is None:
+            return self._opening.is_awaited()
+        return self._scheduler.has_work()
 
     def reset_cache(self) -> bool:
         """Forget all cached chunks."""
-        return self._scheduler is None or self._scheduler.reset_cache()
+        if self._scheduler is not None:
+            return self._scheduler.reset_cache()
+        self._opening.reset_cache()
+        return True
 
     # Both roles.
 
@@ -262,6 +271,7 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         """Finish what was accepted and close; idempotent."""
         if self._worker is not None:
+            local_workers.discard(self._worker)
             self._worker.close()
         if self._scheduler is not None:
             self._scheduler.close()
@@ -293,32 +303,3 @@ def _load_store_config(transfer_config: "KVTransferConfig") -> StoreConfig:
 def _step(metadata: KVConnectorMetadata) -> StepMetadata:
     assert isinstance(metadata, StepMetadata), type(metadata)
     return metadata
-
-
-def _share_shutdown(hellos: Sequence[WorkerHello], scheduler: SchedulerHalf) -> None:
-    """Let a worker half in this process finish, with the scheduler half, what steps would have.
-
-    vLLM shuts the worker down first and takes no step any more. With workers in other processes
-    there is an engine process, which steps on until `has_pending_push_work` is False.
-    """
-    workers = [hello.local_worker for hello in hellos]
-    if len(workers) == 1 and workers[0] is not None:
-        worker = workers[0]
-        worker.before_close = partial(drain, worker, scheduler)
-
-
-def _agree(hellos: Iterable[WorkerHello]) -> tuple[str, Manifest | None]:
-    """Find the manifest that holds for all ranks, or say why there is none.
-
-    Ranks may name their layers differently (pipeline stages), but one decision serves all of them
-    only if their chunks are alike.
-    """
-    manifest: Manifest | None = None
-    for hello in hellos:
-        if hello.manifest is None:
-            return hello.refusal, None
-        if manifest is None:
-            manifest = hello.manifest
-        elif manifest.group_specs() != hello.manifest.group_specs():
-            return "the ranks' KV caches differ in their chunks", None
-    return ("" if manifest else "no worker described its KV caches"), manifest

@@ -1,13 +1,19 @@
 """Which vLLM the adapter can work with: one that has the names it needs, whatever its number."""
 
-import dataclasses
 import importlib
 import logging
 from collections.abc import Mapping
 
 from tierstore.errors import ConfigError
 
-__all__ = ["LORA_NAMES", "NEEDED_NAMES", "TESTED_VERSIONS", "check_engine", "missing_names"]
+__all__ = [
+    "LORA_NAMES",
+    "NEEDED_NAMES",
+    "PLUGIN_NAMES",
+    "TESTED_VERSIONS",
+    "check_engine",
+    "missing_names",
+]
 
 _logger = logging.getLogger(__name__)
 
@@ -20,7 +26,14 @@ NEEDED_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "vllm.config": {
         "AttentionConfig": ("indexer_kv_dtype",),
         "CacheConfig": ("cache_dtype", "prefix_caching_hash_algo"),
-        "KVTransferConfig": ("kv_connector_extra_config",),
+        "CompilationConfig": ("static_forward_context",),
+        "KVEventsConfig": ("enable_kv_cache_events",),
+        "KVTransferConfig": (
+            "engine_id",
+            "kv_connector_extra_config",
+            "kv_load_failure_policy",
+            "kv_role",
+        ),
         "LoadConfig": ("load_format",),
         "ModelConfig": (
             "code_revision",
@@ -41,6 +54,7 @@ NEEDED_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "ParallelConfig": (
             "cp_kv_cache_interleave_size",
             "decode_context_parallel_size",
+            "distributed_executor_backend",
             "pipeline_parallel_size",
             "prefill_context_parallel_size",
             "rank",
@@ -48,6 +62,19 @@ NEEDED_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "world_size",
         ),
         "SpeculativeConfig": ("draft_model_config", "method"),
+        "VllmConfig": (
+            "attention_config",
+            "cache_config",
+            "compilation_config",
+            "kv_events_config",
+            "kv_transfer_config",
+            "load_config",
+            "lora_config",
+            "max_concurrent_batches",
+            "model_config",
+            "parallel_config",
+            "speculative_config",
+        ),
     },
     "vllm.distributed.kv_events": {
         "BlockRemoved": ("block_hashes", "group_idx", "medium"),
@@ -71,7 +98,6 @@ NEEDED_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "build_kv_connector_stats",
             "build_prom_metrics",
             "get_external_cache_hit_sources",
-            "get_handshake_metadata",
             "get_kv_connector_stats",
             "get_num_new_matched_tokens",
             "get_required_kvcache_layout",
@@ -80,7 +106,6 @@ NEEDED_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "has_pending_push_work",
             "on_new_request",
             "register_kv_caches",
-            "request_finished",
             "requires_kv_delivery",
             "requires_piecewise_for_cudagraph",
             "reset_cache",
@@ -94,7 +119,6 @@ NEEDED_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "wait_for_layer_load",
             "wait_for_save",
         ),
-        "KVConnectorHandshakeMetadata": (),
         "KVConnectorMetadata": (),
         "KVConnectorRole": ("WORKER", "SCHEDULER"),
         "KVConnectorTransferResults": ("finished_recving", "failed_recving"),
@@ -105,7 +129,12 @@ NEEDED_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "KVConnectorPromMetrics": ("observe",),
         "KVConnectorStats": ("aggregate", "data", "is_empty", "reduce", "reset"),
     },
-    "vllm.v1.core.kv_cache_utils": {"BlockHash": (), "maybe_convert_block_hash": ()},
+    "vllm.v1.core.kv_cache_manager": {"KVCacheBlocks": ("blocks",)},
+    "vllm.v1.core.kv_cache_utils": {
+        "BlockHash": (),
+        "KVCacheBlock": ("block_hash", "block_id"),
+        "maybe_convert_block_hash": (),
+    },
     "vllm.v1.core.sched.output": {
         "CachedRequestData": (
             "new_block_ids",
@@ -142,6 +171,7 @@ NEEDED_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "KVCacheGroupSpec": (
             "enable_kv_transfer",
             "host_resident",
+            "is_eagle_group",
             "kv_cache_spec",
             "layer_names",
         ),
@@ -155,6 +185,21 @@ NEEDED_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "vllm.v1.kv_cache_layout": {"KVCacheLayout": ("is_block_outermost",)},
     "vllm.v1.metrics.cache_hit_source": {"CacheHitSource": ("DISK", "HOST")},
+    "vllm.v1.outputs": {
+        "KVConnectorOutput": ("invalid_block_ids", "kv_connector_worker_meta"),
+    },
+    "vllm.v1.request": {
+        "Request": (
+            "block_hashes",
+            "kv_transfer_params",
+            "lora_request",
+            "num_computed_tokens",
+            "num_prompt_tokens",
+            "num_tokens",
+            "request_id",
+            "skip_reading_prefix_cache",
+        ),
+    },
 }
 """Per module of vLLM: what the connector imports, and what it uses of it.
 
@@ -186,6 +231,13 @@ LORA_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
 }
 """The same for requests with a LoRA adapter; without these names they are not cached."""
+
+PLUGIN_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "vllm.distributed.kv_transfer.kv_connector.factory": {
+        "KVConnectorFactory": ("register_connector",)
+    },
+}
+"""The same for launching by the connector's name; without these names, its module path is given."""
 
 
 def check_engine() -> None:
@@ -231,10 +283,13 @@ def _missing(module_name: str, classes: Mapping[str, tuple[str, ...]]) -> list[s
         if found is None:
             missing.append(name)
             continue
-        fields = (
-            {field.name for field in dataclasses.fields(found)}
-            if attributes and (dataclasses.is_dataclass(found))
-            else set()
-        )
-        missing += [f"{name}.{a}" for a in attributes if a not in fields and not hasattr(found, a)]
+        known = _own_names(found) if attributes else set()
+        missing += [f"{name}.{a}" for a in attributes if a not in known and not hasattr(found, a)]
     return missing
+
+
+def _own_names(found: object) -> set[str]:
+    """Name what objects of a class have although the class itself does not."""
+    code = getattr(getattr(found, "__init__", None), "__code__", None)
+    set_by_constructor = () if code is None else code.co_names  # among others
+    return {*getattr(found, "__dataclass_fields__", ()), *set_by_constructor}

@@ -84,6 +84,7 @@ def describe_identity(vllm_config: "VllmConfig") -> EngineIdentity:
             ("load_format", _describe_loading(vllm_config)),
             ("model", model.facts),
             ("switches", _switches()),
+            *_describe_lookahead(vllm_config),
         ),
     )
 
@@ -185,6 +186,15 @@ def _hash_seed(algorithm: str) -> str | None:
     if seed is not None:
         return f"PYTHONHASHSEED={seed}"
     return None if algorithm.startswith("xxhash") else "vllm-none-hash"
+
+
+def _describe_lookahead(vllm_config: "VllmConfig") -> tuple[tuple[str, str], ...]:
+    """Tell how many tokens behind a block its hash covers; nothing where it covers the block alone.
+
+    vLLM 0.33 has such hashes for EAGLE, but not with a connector; 0.32 does not know them.
+    """
+    tokens = getattr(vllm_config, "num_hash_lookahead_tokens", 0)
+    return (("hash_lookahead_tokens", str(tokens)),) if tokens else ()
 
 
 def _switches() -> str:

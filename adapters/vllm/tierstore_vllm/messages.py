@@ -1,9 +1,9 @@
 """What the two halves of the connector tell each other.
 
-    worker -> scheduler, once        WorkerHello    whose bytes these are
     scheduler -> worker, every step  StepMetadata   commands, and the requests that wait for loads
     worker -> scheduler, every step  WorkerReport   answers and LoRA adapters, merged over the ranks
-                                                    by vLLM
+                                                    by vLLM; where it is asked for, a WorkerHello
+                                                    of each: whose bytes these are
 
 All of them are pickled by vLLM, so they hold plain data and stay small.
 """
@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
@@ -22,8 +21,6 @@ from tierstore.transfer import FailureReason, JobId, StepPlan, TransferDone
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
-
-    from tierstore_vllm.worker import WorkerHalf
 
 __all__ = [
     "Adapter",
@@ -38,23 +35,18 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerHello(KVConnectorHandshakeMetadata):
+class WorkerHello:
     """One rank's description of its KV caches.
 
     Only the worker sees the real strides, and with per-layer specs only the worker knows the page
-    of every layer; so the manifest is made there and the scheduler adopts it.
+    of every layer; so the manifest is made there and the scheduler adopts it. It travels in a
+    report, since of vLLM's own handshake `MultiConnector` passes on one connector's part alone.
     """
 
     manifest: Manifest | None
     """None: this rank caches nothing."""
     refusal: str = ""
     """Why not, for the scheduler's log."""
-    local_worker: "WorkerHalf | None" = field(default=None, repr=False, compare=False)
-    """The rank's worker half itself, if it lives in the process of the scheduler."""
-
-    def __reduce__(self) -> tuple[type[Self], tuple[Manifest | None, str]]:
-        """Leave the worker half behind on the way to another process."""
-        return type(self), (self.manifest, self.refusal)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +97,14 @@ class StepMetadata(KVConnectorMetadata):
     """Of those loads whose requests name an adapter."""
     asks_for_adapters: bool = False
     """The ranks shall tell of all adapters, not only of those that changed."""
+    asks_for_hello: bool = False
+    """The scheduler half does not know yet whose bytes the ranks hold."""
 
     def is_empty(self) -> bool:
-        """Say whether there is nothing to do; a request that waits for a load comes with one."""
-        return not (self.plan or self.failed_requests or self.asks_for_adapters)
+        """Return whether there is nothing to do; a request that waits for a load comes with one."""
+        return not (
+            self.plan or self.failed_requests or self.asks_for_adapters or self.asks_for_hello
+        )
 
     def __reduce__(self) -> tuple[type[Self], tuple[object, ...]]:
         """Go to the workers without the fields where they say nothing."""
@@ -120,6 +116,7 @@ class StepMetadata(KVConnectorMetadata):
             self.failed_requests,
             self.claims,
             self.asks_for_adapters,
+            self.asks_for_hello,
         )
 
 
@@ -173,6 +170,12 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """Some rank moves no bytes any more."""
     adapter_uses: list[AdapterUse] = field(default_factory=list)
     """In the order in which each rank came to know them, before the answers."""
+    hellos: dict[int, WorkerHello] = field(default_factory=dict)
+    """By rank, as far as the scheduler half has asked for them."""
+
+    def is_empty(self) -> bool:
+        """Return whether there is nothing to tell."""
+        return not (self.answers or self.has_given_up or self.adapter_uses or self.hellos)
 
     def add(self, job_id: JobId, answer: RankAnswer) -> None:
         """Merge what was said about one job."""
@@ -187,6 +190,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
             self.add(job_id, answer)
         self.has_given_up |= other.has_given_up
         self.adapter_uses += other.adapter_uses
+        self.hellos |= other.hellos
         return self
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tierstore.clock import MonotonicClock
-from tierstore.config import StoreConfig
+from tierstore.config import OffloadConfig, StoreConfig
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters
 from tierstore.planner import (
@@ -114,12 +114,13 @@ class SchedulerHalf:
         shape: EngineShape,
         counters: Counters,
         *,
-        offload_decode: bool = True,
+        config: OffloadConfig,
         residency: ResidencyLog | None = None,
     ) -> None:
         """Take over open tiers; `close` closes them. `residency` is what the stack writes to."""
         self._stack = stack
         self._manifest = manifest
+        self._config = config
         self._stats = StatsSource(counters)
         self._tally = RankTally(shape.rank_count)
         self._groups = manifest.group_specs()
@@ -143,7 +144,9 @@ class SchedulerHalf:
         self._questions: dict[str, _Question] = {}
         self._promised: set[str] = set()
         """Requests that wait for a load of which no worker was told yet."""
-        self._reader = StepReader(self._requests, self._planner.completing, offload_decode)
+        self._set_aside: dict[str, KVCacheBlocks] = {}
+        """Blocks of requests that load nothing from here, since the last step."""
+        self._reader = StepReader(self._requests, self._planner.completing, config.decode)
         self._last_report: WorkerReport | None = None
         self._failure_count = 0
         self._failure_causes: set[tuple[str, str]] = set()
@@ -180,7 +183,7 @@ class SchedulerHalf:
             manifest,
             shape,
             counters,
-            offload_decode=config.offload.decode,
+            config=config.offload,
             residency=residency,
         )
 
@@ -219,10 +222,12 @@ class SchedulerHalf:
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int
     ) -> None:
-        """Plan the load of a hit that vLLM accepted; does nothing where nothing is loaded."""
+        """Plan the load of a hit that vLLM accepted; note blocks that were set aside otherwise."""
         if external_tokens > 0:
             self._promised.add(request.request_id)
             self._begin_load(request, blocks, external_tokens)
+        elif not self.has_given_up:
+            self._set_aside[request.request_id] = blocks
 
     @_guarded(None, is_fatal=True)
     def _begin_load(
@@ -290,8 +295,28 @@ class SchedulerHalf:
 
     @_guarded(NOTHING_PLANNED, is_fatal=True)
     def _plan(self, output: "SchedulerOutput | None") -> PlannedStep:
-        step = EngineStep() if output is None else self._reader.read(output)
+        if output is None:
+            return self._planner.plan_step(EngineStep())
+        step = self._reader.read(output)
+        self._note_foreign_loads(step)
         return self._planner.plan_step(step)
+
+    def _note_foreign_loads(self, step: EngineStep) -> None:
+        """Find the blocks into which another connector loads while their request waits.
+
+        Those of requests that the step computes are in its tables, and fenced.
+        """
+        for table in step.full_tables:
+            self._set_aside.pop(table.request_id, None)
+        for blocks in self._set_aside.values():
+            self._planner.note_written(
+                # A block with a hash is shared with others and holds its bytes already.
+                block.block_id
+                for group in blocks.blocks
+                for block in group
+                if block.block_hash is None
+            )
+        self._set_aside.clear()
 
     @_guarded(None, is_fatal=True)
     def take_report(self, report: WorkerReport) -> None:
@@ -305,6 +330,15 @@ class SchedulerHalf:
         if report.has_given_up:
             # Its every load would fail, and vLLM may end the requests that wait for them.
             self._give_up("a worker moves no bytes any more")
+
+    @_guarded(None, is_fatal=True)
+    def drop_offloads(self) -> None:
+        """Let nothing be found that is on its way from the engine's blocks.
+
+        Another connector could not load blocks for a step that has been computed with them. vLLM
+        computes it again; which offloads read blocks of that step, nobody knows.
+        """
+        self._planner.drop_offloads()
 
     def _learn(self, uses: Sequence[AdapterUse]) -> None:
         doubtful = self._adapters.learn(uses)
@@ -352,8 +386,14 @@ class SchedulerHalf:
 
         vLLM does not say why. Weights that changed, or will before the next request, are those of
         no manifest, so what is computed from now on must not be found by an engine that loads the
-        weights anew, nor by one that shares the path.
+        weights anew, nor by one that shares the path. An operator who knows that they never change
+        may have the disk left as it is.
         """
+        if self._config.on_reset == "keep_disk":
+            self._planner.reset(self._manifest, keeps_records=True)
+            self._adapters.reset()
+            _logger.info("cache was reset: what is on disk stays, as offload.on_reset says")
+            return True
         self._manifest = self._manifest.in_epoch(secrets.token_hex(8))
         self._planner.reset(self._manifest)
         self._adapters.reset()

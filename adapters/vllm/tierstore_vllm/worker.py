@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from tierstore.config import StoreConfig
-from tierstore.errors import ConfigError, DeviceError, LayoutError
+from tierstore.errors import ConfigError, DeviceError, LayoutError, TierStoreError
 from tierstore.executor import TransferExecutor
+from tierstore.manifest import Manifest
 from tierstore.metrics import Counters
+from tierstore.tier.stack import TierStack
 from tierstore.transfer import (
     Command,
     Demote,
@@ -87,8 +89,8 @@ class WorkerHalf:
     def register(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         """Describe the KV caches and open the executor.
 
-        A layout that cannot be cached, or a GPU that refuses what copies need, leaves this rank
-        without an executor; `hello` says why.
+        A layout that cannot be cached, a GPU that refuses what copies need, or whatever vLLM's
+        objects raise leaves this rank without an executor; `hello` says why.
 
         Raises:
             ConfigError: the configuration cannot work with this engine; says what to change.
@@ -98,17 +100,45 @@ class WorkerHalf:
             layout = describe_worker(
                 self._vllm_config, self._kv_cache_config, self._config, kv_caches
             )
+            self._check_tiers(layout.manifest)
             self._executor = self._open_executor(layout)
+            self._open_watch()
         except (LayoutError, DeviceError) as error:
             self._hello = WorkerHello(None, str(error))
         except MemoryError as error:
             raise ConfigError(f"primary.capacity: lower it, {error}") from error
+        except TierStoreError:
+            raise
+        except Exception as error:  # the outermost frame below the engine
+            _logger.exception("KV caches could not be described, this rank caches nothing")
+            self._hello = WorkerHello(None, f"a worker failed: {error!r}")
+            executor, self._executor = self._executor, None
+            if executor is not None:
+                executor.close()
         else:
-            self._hello = WorkerHello(layout.manifest, local_worker=self)
-            lora_config = self._vllm_config.lora_config
-            if lora_config is not None:
-                self._watch = LoraWatch(lora_config, self._vllm_config.parallel_config.rank)
-                self._watch.open()
+            self._hello = WorkerHello(layout.manifest)
+
+    def _check_tiers(self, manifest: Manifest) -> None:
+        """Find out what cannot work before the first request, while the engine can still refuse.
+
+        In one process the scheduler half opens the tiers before that anyway. Elsewhere it learns
+        the manifest in the engine's first step.
+        """
+        parallel = self._vllm_config.parallel_config
+        if parallel.rank or parallel.distributed_executor_backend == "uni":
+            return
+        try:
+            TierStack.check_config(self._config, manifest, rank_count=parallel.world_size)
+        except ConfigError:
+            raise
+        except TierStoreError as error:
+            _logger.debug("tiers cannot be opened, as the scheduler will say: cause=%s", error)
+
+    def _open_watch(self) -> None:
+        lora_config = self._vllm_config.lora_config
+        if lora_config is not None:
+            self._watch = LoraWatch(lora_config, self._vllm_config.parallel_config.rank)
+            self._watch.open()
 
     def _open_executor(self, layout: WorkerLayout) -> TransferExecutor:
         parallel = self._vllm_config.parallel_config
@@ -124,7 +154,7 @@ class WorkerHalf:
 
     @property
     def hello(self) -> WorkerHello:
-        """What the scheduler must know before the first request."""
+        """What the scheduler half must know before it can plan anything."""
         return self._hello
 
     def fence(self, step: StepMetadata) -> None:
@@ -140,6 +170,8 @@ class WorkerHalf:
         self._load_requests.update(step.load_requests)
         self._results.finished_recving.update(step.failed_requests)
         self._results.failed_recving.update(step.failed_requests)
+        if step.asks_for_hello:
+            self._report.hellos[self._vllm_config.parallel_config.rank] = self._hello
         if step.asks_for_adapters and self._watch is not None:
             self._watch.tell_all()
         refused = {job for job, claim in step.claims.items() if not self._holds(claim)}
@@ -184,7 +216,7 @@ class WorkerHalf:
         if self._watch is not None:
             self._report.adapter_uses += self._watch.take()
         report = self._report
-        if not (report.answers or report.has_given_up or report.adapter_uses):
+        if report.is_empty():
             return None
         self._report = WorkerReport()
         self._recent_reports.append(report)
