@@ -4,6 +4,7 @@ import pytest
 from opened_stack import (
     ABSENT,
     ARRIVING,
+    MANIFEST,
     PAGE_BYTES,
     RECORDED,
     RESIDENT,

@@ -316,13 +316,14 @@ class OffloadPlanner:
             self._stack.doom(job.reservation.keys)
         self._offloads.drop_leftovers()
 
-    def note_written(self, block_ids: Iterable[int]) -> None:
-        """Let nothing be found that an offload in flight reads from these blocks.
+    def note_foreign_load(self, block_ids: Sequence[int]) -> None:
+        """Take blocks to which somebody else loads from now on, in no order with our copies.
 
-        Somebody else writes to them from now on, in no order with our copies: the fence of a step
-        holds back what the engine computes, not what others load.
+        Nothing is found that an offload in flight reads from them: the fence of a step holds back
+        what the engine computes, not what others load.
         """
         self._stack.doom(self._in_flight.keys_read_from(block_ids))
+        self.note_written(block_ids)
 
     def check(self) -> list[str]:
         """Verify that nothing leaks; return the problems in words (empty: sound)."""

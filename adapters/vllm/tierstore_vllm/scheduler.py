@@ -309,12 +309,14 @@ class SchedulerHalf:
         for table in step.full_tables:
             self._set_aside.pop(table.request_id, None)
         for blocks in self._set_aside.values():
-            self._planner.note_written(
+            self._planner.note_foreign_load(
                 # A block with a hash is shared with others and holds its bytes already.
-                block.block_id
-                for group in blocks.blocks
-                for block in group
-                if block.block_hash is None
+                [
+                    block.block_id
+                    for group in blocks.blocks
+                    for block in group
+                    if block.block_hash is None
+                ]
             )
         self._set_aside.clear()
 
