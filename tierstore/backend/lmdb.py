@@ -30,7 +30,7 @@ from tierstore.errors import (
     TierStoreError,
 )
 from tierstore.geometry import lmdb_body_bytes
-from tierstore.lmdb_env import LmdbEnv, ViewTransaction
+from tierstore.lmdb_env import Cursor, LmdbEnv, ViewTransaction
 from tierstore.record import (
     EXTENT_RECORDS_MAX,
     HEADER_BYTES,
@@ -57,6 +57,9 @@ _PAGE_LIMIT = 1 << 32
 _HEADER_SUFFIX = b"\x01"
 _GENERATION_KEY = b"\xff" * 16
 """Behind all records: rewritten where only the number of transactions matters."""
+
+_DELETE_COUNT_MAX = 1024
+"""Items that one transaction deletes: two of each record."""
 
 _READ_BYTES_MAX = 1 << 20
 """Payload that one read transaction copies: as long as it lasts, nothing freed is used again."""
@@ -269,13 +272,30 @@ def _put(env: LmdbEnv, values: Sequence[tuple[bytes, bytes, memoryview]]) -> Non
 
 
 def _delete(env: LmdbEnv, bounds: Sequence[tuple[int, int, int]]) -> None:
-    """Delete the records of page ranges, given as segment, first and end page."""
-    with env.write() as txn, txn.cursor() as cursor:
-        for segment, first_page, end_page in bounds:
-            end_key = ((segment << 32) + end_page).to_bytes(9, "big")
-            found = cursor.set_range(((segment << 32) + first_page).to_bytes(8, "big"))
-            while found and b"\0" + cursor.key() < end_key:
-                found = cursor.delete() and bool(cursor.key())
+    """Delete the records of page ranges, given as segment, first and end page.
+
+    In transactions of bounded size, for a range may be all that there is, and each page of the
+    tree that one of them changes is copied.
+    """
+    left = list(bounds)
+    while left:
+        with env.write() as txn, txn.cursor() as cursor:
+            budget = _DELETE_COUNT_MAX
+            while left and budget:
+                budget = _delete_run(cursor, left[-1], budget)
+                if budget:
+                    left.pop()
+
+
+def _delete_run(cursor: Cursor, bound: tuple[int, int, int], budget: int) -> int:
+    """Delete up to `budget` items of a page range; return what is left of it, 0: go on."""
+    segment, first_page, end_page = bound
+    end_key = ((segment << 32) + end_page).to_bytes(9, "big")
+    found = cursor.set_range(((segment << 32) + first_page).to_bytes(8, "big"))
+    while budget and found and b"\0" + cursor.key() < end_key:
+        found = cursor.delete() and bool(cursor.key())
+        budget -= 1
+    return budget
 
 
 def _age_free_pages(env: LmdbEnv) -> None:
