@@ -13,6 +13,7 @@ from tierstore.clock import MonotonicClock
 from tierstore.layout import PAGE_BYTES
 from tierstore.metrics import Counters
 from tierstore.planner import EngineStep, LoadTarget, OffloadPlanner, PrefixAnswer
+from tierstore.tier.reservation import ChunkState
 from tierstore.tier.stack import TierStack
 from tierstore.transfer import TransferDone
 
@@ -66,6 +67,15 @@ def ask(planner, name, count):
     return answer.token_count
 
 
+def await_lookups(stack, name, count):
+    """Wait until it is known of all chunks that they are on disk."""
+    keys = make_offload_keys(MANIFEST.namespace, 0, hashes(name, count))
+    until = time.monotonic() + ANSWER_SECONDS_MAX
+    while stack.locate_in_step(keys) != [ChunkState.RECORDED] * count:
+        assert time.monotonic() < until
+        stack.commands()
+
+
 def begin_load(planner, name, count):
     assert planner.begin_load(name, LoadTarget(0, count, {0: list(range(1, count + 1))})) == count
     (load,) = planner.plan_step(EngineStep()).plan.commands
@@ -80,9 +90,10 @@ def test_a_hit_is_what_memory_holds_and_can_be_begun(tmp_path, recorded):
 
 
 def test_of_two_hits_at_once_the_second_waits_for_the_room_of_the_first(tmp_path):
-    with opened(tmp_path, first=100, second=100) as (planner, _):
+    with opened(tmp_path, first=100, second=100) as (planner, stack):
         assert ask(planner, "first", 100) == 100
         done = begin_load(planner, "first", 100)
+        await_lookups(stack, "second", 100)
         assert planner.match("second", 0, 101) == PrefixAnswer(0, ask_again=True)
         planner.complete(done)
         assert ask(planner, "second", 100) == 100
