@@ -79,3 +79,19 @@ def test_steps_one_at_a_time_and_chunks_of_several_blocks_of_prompts_only(
     assert cached["warm"] == [(n - 1) // chunk * chunk for n in cached["lengths"]]
     # What an answer added was not offloaded; a chunk that the prompt filled is found again.
     assert cached["second turn"] == [n // chunk * chunk for n in cached["lengths"]]
+
+
+def test_the_block_that_the_last_step_completes_is_found_again(
+    scenario: Scenario, tmp_path: Path
+) -> None:
+    """With asynchronous scheduling its last token is known only when the request has ended."""
+    lengths = (33, 65, 129)
+    prompts = [prompt[:n] for prompt in scenario.first[-1:] for n in lengths]
+    rounds = {
+        "cold": Round(prompts=prompts, max_tokens=32, one_by_one=True),
+        "second turn": Round(prompts=[[3, 4, 5] * 10] * len(prompts), continues="cold"),
+    }
+    config = {"version": 1, "primary": {"capacity": "96MiB"}}
+    engine = {"async_scheduling": True}
+    result = run_engine(scenario.job(rounds, engine=engine, config=config), tmp_path)
+    assert [answer.cached for answer in result.rounds["second turn"]] == [n + 31 for n in lengths]

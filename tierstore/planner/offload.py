@@ -85,8 +85,8 @@ class Offloads:
                 len(table) // blocks_per_chunk,
             )
             if group.next_chunk < end:
-                blocks = table[group.next_chunk * blocks_per_chunk : end * blocks_per_chunk]
-                hashes, blocks = _useful(config, state.block_hashes, group.next_chunk, blocks)
+                rest = table[group.next_chunk * blocks_per_chunk : end * blocks_per_chunk]
+                hashes, blocks = _useful(config, state.block_hashes, group.next_chunk, rest)
                 if hashes:
                     self._leftovers.append(_Leftover(request_id, group_idx, hashes, blocks))
 
@@ -144,8 +144,8 @@ class Offloads:
         group.next_chunk = max(group.next_chunk, end)
         if first >= end:
             return
-        blocks = group.block_ids[first * blocks_per_chunk : end * blocks_per_chunk]
-        hashes, blocks = _useful(config, state.block_hashes, first, blocks)
+        offered = group.block_ids[first * blocks_per_chunk : end * blocks_per_chunk]
+        hashes, blocks = _useful(config, state.block_hashes, first, offered)
         if hashes:
             batch = batches.get(group_idx)
             if batch is None:

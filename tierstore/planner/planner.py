@@ -128,12 +128,6 @@ class OffloadPlanner:
             self._offloads.keep_leftovers(request_id, state, last)
             self._idle_steps = 0
 
-    def suppress(self, request_id: str) -> None:
-        """Never offer this request a hit again."""
-        state = self._requests.get(request_id)
-        if state is not None:
-            state.is_suppressed = True
-
     def match(self, request_id: str, local_tokens: int, token_count: int) -> PrefixAnswer:
         """Say how much of a request's `token_count` tokens the tiers restore beyond local ones.
 
@@ -165,6 +159,7 @@ class OffloadPlanner:
         Returns how many of the tokens come from secondary tiers. None: the hit is gone meanwhile;
         the next step then names the request as failed.
         """
+        self.note_written(target.block_ids())
         state = self._requests.get(request_id)
         plan = None
         if state is not None:
@@ -181,7 +176,6 @@ class OffloadPlanner:
         self._in_flight.loads[plan.command.job_id] = LoadJob(plan.reservation, request_id)
         self._loads.append(plan.command)
         self._load_requests[plan.command.job_id] = request_id
-        self.note_written(target.block_ids())
         return min(plan.promoted_tokens, target.hit_tokens - target.local_tokens)
 
     def note_written(self, block_ids: Iterable[int]) -> None:

@@ -6,6 +6,7 @@ places, never bytes. It takes no lock and is called by one thread.
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Self
 
@@ -298,16 +299,19 @@ class TierStack:
 
         Of every resident or recorded chunk: True holds until the next call that changes something.
         """
-        if self._primary.has_room(_count_by_group(groups)):
+        counts: Counter[int] = Counter()
+        for group_idx, keys in groups:
+            counts[group_idx] += len(keys)
+        # The quicker question first: as if what is resident had to come, too.
+        if self._primary.has_room(counts):
             return True
-        missing: list[tuple[int, Sequence[OffloadKey]]] = []
         resident: list[OffloadKey] = []
         for group_idx, keys in groups:
             slots = self._primary.locate(keys)
-            pairs = list(zip(keys, slots, strict=True))
-            resident += [key for key, slot in pairs if slot is not None]
-            missing.append((group_idx, [key for key, slot in pairs if slot is None]))
-        return self._primary.has_room(_count_by_group(missing), resident)
+            here = [key for key, slot in zip(keys, slots, strict=True) if slot is not None]
+            counts[group_idx] -= len(here)
+            resident += here
+        return self._primary.has_room(counts, resident)
 
     def could_hold(self, counts: Mapping[int, int]) -> bool:
         """Return whether so many chunks per group have room if nothing else holds any."""
@@ -502,13 +506,6 @@ class TierStack:
             cascade.on_touched(keys)
         for secondary in self._secondaries:
             secondary.touch(tail_first)
-
-
-def _count_by_group(groups: Iterable[tuple[int, Sequence[OffloadKey]]]) -> dict[int, int]:
-    counts: dict[int, int] = {}
-    for group_idx, keys in groups:
-        counts[group_idx] = counts.get(group_idx, 0) + len(keys)
-    return counts
 
 
 def _open_primary(config: StoreConfig, groups: Sequence[GroupSpec]) -> PrimaryTier:

@@ -61,7 +61,7 @@ class StepReader:
         )
 
     def last_table(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> LastTable:
-        """Say what a request leaves.
+        """Return what a request leaves.
 
         The KV of every token but the last is computed, or is by a step that was planned before.
         The last one was sampled, and speculative ones behind it are not the request's.
