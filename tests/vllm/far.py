@@ -1,7 +1,9 @@
 """A connector as those of prefill/decode disaggregation are, for tests beside tierstore.
 
 It insists on its own handshake, asks for the layout by vLLM's name, and loads whole prompts over
-several engine steps into blocks that it overwrites at once. Its far side is a folder of files.
+several engine steps into blocks that it overwrites at once. Its far side is a folder of files. Its
+configuration may say `fails_every`: so many loads, of which the last leaves rubbish and says so;
+and `is_sync`: loads end within the step that computes with them.
 """
 
 from dataclasses import dataclass, field
@@ -56,6 +58,11 @@ class FarConnector(KVConnectorBase_V1, SupportsHMA):
         self._has_met_workers = False
         self._step = FarStep()
         self._loading: list[FarCopy] = []
+        self._is_sync = bool(transfer_config.get_from_extra_config("is_sync", False))
+        self._fails_every = int(transfer_config.get_from_extra_config("fails_every", 1 << 60))
+        self._load_count = 0
+        self._failed_blocks: set[int] = set()
+        self._asked: set[str] = set()
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str:
@@ -71,9 +78,26 @@ class FarConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         for copy in self._get_connector_metadata().loads:
-            self._loading.append(copy)
             for layer in self._kv_caches.values():
                 layer[copy.block_ids] = 7
+            if not self._is_sync:
+                self._loading.append(copy)
+            elif not self._load(copy):
+                self._failed_blocks.update(copy.block_ids)
+
+    def _load(self, copy: FarCopy) -> bool:
+        self._load_count += 1
+        if self._load_count % self._fails_every == 0:
+            print(f"far: load failed, {len(copy.block_ids)} blocks", flush=True)
+            return False
+        pages = torch.load(f"{copy.file}.{self._rank}")
+        for name, layer in self._kv_caches.items():
+            layer[copy.block_ids] = pages[name][copy.first_block :]
+        return True
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
 
     def wait_for_layer_load(self, layer_name: str) -> None: ...
 
@@ -89,10 +113,9 @@ class FarConnector(KVConnectorBase_V1, SupportsHMA):
         for copy in self._loading:
             copy.steps_left -= 1
             if not copy.steps_left:
-                pages = torch.load(f"{copy.file}.{self._rank}")
-                for name, layer in self._kv_caches.items():
-                    layer[copy.block_ids] = pages[name][copy.first_block :]
                 results.finished_recving.add(copy.request_id)
+                if not self._load(copy):
+                    results.failed_recving.add(copy.request_id)
         self._loading = [copy for copy in self._loading if copy.steps_left]
         return results
 
@@ -106,12 +129,14 @@ class FarConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int):
         assert self._has_met_workers
         file, token_count = self._prompt(request.prompt_token_ids)
-        if token_count > num_computed_tokens and Path(f"{file}.0").exists():
-            return token_count - num_computed_tokens, True
-        return 0, False
+        if request.request_id in self._asked or not Path(f"{file}.0").exists():
+            return 0, False
+        token_count = max(0, token_count - num_computed_tokens)
+        return token_count, token_count > 0 and not self._is_sync
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens:
+            self._asked.add(request.request_id)
             file, token_count = self._prompt(request.prompt_token_ids)
             first = (token_count - num_external_tokens) // self._block_tokens
             block_ids = [block.block_id for block in blocks.blocks[0]][first:]

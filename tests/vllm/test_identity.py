@@ -124,6 +124,7 @@ def test_what_changes_a_models_numbers_changes_the_namespace(
         ("parallel_config.cp_kv_cache_interleave_size", 1, 16, "extra.cp_interleave"),
         ("attention_config.indexer_kv_dtype", "auto", "mxfp4", "extra.indexer_dtype"),
         ("load_config.load_format", "auto", "gguf", "extra.load_format"),
+        ("num_hash_lookahead_tokens", 0, 1, "extra.hash_lookahead_tokens"),
         ("speculative_config", None, draft(), "extra.draft_model: stored '', ours 'eagle3"),
         ("speculative_config", draft(), draft(model="other/draft"), "extra.draft_model"),
         ("speculative_config", draft(), draft(quantization="fp8"), "extra.draft_model"),
@@ -187,6 +188,7 @@ def test_dummy_weights_come_from_the_seed():
     [
         (setting("cache_config.num_gpu_blocks_override", 77), {}),
         (setting("scheduler_config.disable_hybrid_kv_cache_manager", True), {}),
+        (setting("num_hash_lookahead_tokens", 0), {}),
         (lambda _: None, {"max_model_len": 8192}),
         (lambda _: None, {"hf_config": hf_config(_name_or_path="/elsewhere")}),
         (

@@ -190,6 +190,18 @@ def test_chunks_that_are_too_large_for_a_record_are_one_warning_and_no_hit(caplo
     run_without_cache(worker, scheduler)
 
 
+def test_what_a_worker_raises_while_it_describes_itself_is_one_warning_and_no_hit(caplog):
+    memory = Memory(full(), "LBHNC")
+    del memory.vllm_config.lora_config  # which is read when the executor is open already
+    worker, scheduler = start_connectors(memory)
+    said = [r for r in caplog.records if r.name.startswith("tierstore")]
+    error, warning = said
+    assert error.exc_info is not None
+    assert "caches nothing" in warning.getMessage()
+    assert "lora_config" in warning.getMessage()
+    run_without_cache(worker, scheduler)
+
+
 def test_an_engine_with_one_group_that_cannot_be_cached_moves_nothing(tmp_path: Path):
     """Without prefix caching the states of qwen3_next are not restorable, its attention is."""
     from engine import Round, run_engine

@@ -26,13 +26,13 @@ def example(folder: Path) -> dict[str, Any]:
     }
 
 
-def far(folder: Path, role: str = "kv_both") -> dict[str, Any]:
+def far(folder: Path, *, role: str = "kv_both", **extra: Any) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     return {
         "kv_connector": "FarConnector",
         "kv_connector_module_path": "far",
         "kv_role": role,
-        "kv_connector_extra_config": {"folder": str(folder)},
+        "kv_connector_extra_config": {"folder": str(folder)} | extra,
     }
 
 
