@@ -77,13 +77,30 @@ class SimulatedEngine:
 
     def change_weights(self) -> bool:
         """Compute other bytes from now on, if vLLM can be emptied for it."""
-        held = [r for r in self.scheduler.requests.values() if r not in self.scheduler.running]
-        if any(r.status == RequestStatus.WAITING_FOR_REMOTE_KVS or r.is_finished() for r in held):
-            return False
         self._drain_queue()
+        aborted = any(request.is_finished() for request in self.scheduler.requests.values())
+        if self.scheduler.kv_holding_waiting or aborted:
+            return False  # vLLM cannot take their blocks away while something is loaded into them
         reset = self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
         assert reset, "vLLM's prefix cache could not be emptied"
         self.runner.weights += 1
+        return True
+
+    def abort_deadlocked(self) -> bool:
+        """Abort one of the requests that are loaded, wait for blocks and hold them from each other.
+
+        vLLM admits more loads than a nearly empty pool can complete. Says no where any request
+        waits for a load: that is tierstore's to end.
+        """
+        holding = list(self.scheduler.kv_holding_waiting)
+        loaded = self.scheduler.finished_recving_kv_req_ids
+        for request in holding:
+            is_waiting = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+            if is_waiting and request.request_id not in loaded:
+                return False
+        if not holding or self.scheduler.running:
+            return False
+        self.abort(holding[-1].request_id)
         return True
 
     @property
@@ -140,6 +157,10 @@ class SimulatedEngine:
         if self.scheduler.requests:
             found.append(f"vLLM still has {sorted(self.scheduler.requests)}")
         return found
+
+    def abandon(self) -> None:
+        """Close the files of a run that went wrong; nothing of it is carried on."""
+        self.connector._scheduler.close()
 
     def close(self) -> None:
         """Shut down in vLLM's order."""

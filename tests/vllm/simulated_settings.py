@@ -15,8 +15,10 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
 __all__ = [
+    "BLOCK_TOKENS",
     "DRAFT_LAYER",
     "FAMILIES",
+    "WINDOW_TOKENS",
     "EngineMemory",
     "EngineSettings",
     "make_engine_config",

@@ -12,13 +12,19 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
 from simulated_engine import SimulatedEngine
 from simulated_runner import Speculation
-from simulated_settings import FAMILIES, EngineSettings, tier_config
+from simulated_settings import (
+    BLOCK_TOKENS,
+    FAMILIES,
+    WINDOW_TOKENS,
+    EngineSettings,
+    tier_config,
+)
 from stepped_machine import Chances, Machine
 
 __all__ = ["Scenario", "SimulationError", "draw_scenario", "simulate"]
@@ -27,8 +33,8 @@ TEXT_COUNT = 7
 TEXT_TOKENS = 44
 ANSWER_TOKENS_MAX = 14
 ACTIVE_MAX = 9
-_BLOCKS_PER_REQUEST = 17
 _REST_STEPS_MAX = 4000
+_STUCK_STEPS = 250
 
 
 class SimulationError(AssertionError):
@@ -45,7 +51,7 @@ class Scenario:
     memory_slots: int
     blocks_per_chunk: int = 1
     has_disk: bool = False
-    arrival: float = 0.3
+    arrival: float = 0.4
     abort: float = 0.03
     forget: float = 0.05
     reset: float = 0.004
@@ -71,8 +77,8 @@ def draw_scenario(seed: int, family: str | None = None) -> Scenario:
     has_states = family in ("states", "all")
     guesses = draw.choice([0, 0, 2, 3])
     speculation = Speculation(guesses, guesses > 0 and draw.random() < 0.5, draw.choice([0.5, 0.8]))
-    group_count = 1 if family == "full" else 3 if family == "all" else 2
-    group_count += speculation.has_draft_layers and family != "full"
+    step_tokens = draw.choice([12, 24, 48])
+    block_count, group_count = _blocks_needed(family, speculation, step_tokens)
     has_disk = draw.random() < 0.5
     is_rough = draw.random() < 0.6
     return Scenario(
@@ -81,9 +87,9 @@ def draw_scenario(seed: int, family: str | None = None) -> Scenario:
             family=family,
             is_async=draw.random() < 0.6,
             speculation=speculation,
-            block_count=int(_BLOCKS_PER_REQUEST * group_count * draw.uniform(1.1, 2.6)) + 8,
-            step_tokens_max=draw.choice([12, 24, 48]),
-            running_max=draw.choice([2, 4, 6]),
+            block_count=int(block_count * draw.choice([1.0, 1.2, 1.6, 2.5])) + 1,
+            step_tokens_max=step_tokens,
+            running_max=draw.choice([2, 4, 8]),
             retention=draw.choice([None, 0]),
             layout=draw.choice(["LBHNC", "LBNHC", "BLHNC"]),
             peer_chance=draw.choice([0.0, 0.4]),
@@ -102,13 +108,25 @@ def draw_scenario(seed: int, family: str | None = None) -> Scenario:
     )
 
 
+def _blocks_needed(family: str, speculation: Speculation, step_tokens: int) -> tuple[int, int]:
+    """Count the blocks that the longest request needs by itself, and the groups."""
+    length = TEXT_TOKENS + ANSWER_TOKENS_MAX + 2 * speculation.token_count + BLOCK_TOKENS
+    whole = -(-length // BLOCK_TOKENS) + 1
+    window = min(whole, -(-(WINDOW_TOKENS + 2 * step_tokens) // BLOCK_TOKENS) + 1)
+    needed = {"a": whole, "w": window, "s": 3 + speculation.token_count}
+    groups = sorted({name[0] for name in FAMILIES[family](0)})
+    if speculation.has_draft_layers and family != "full":
+        groups.append("a")  # one group more
+    return sum(needed[group] for group in groups), len(groups)
+
+
 def simulate(scenario: Scenario, step_count: int, folder: Path) -> Counter[str]:
     """Run one scenario to its end; return what happened how often.
 
     Raises:
         SimulationError: a byte was wrong, something leaked, or something did not end.
     """
-    print(scenario)
+    print(scenario, flush=True)
     machine = Machine(scenario.seed, scenario.chances)
     random = Random(f"events {scenario.seed}")
     config = tier_config(
@@ -125,11 +143,10 @@ def simulate(scenario: Scenario, step_count: int, folder: Path) -> Counter[str]:
                 _step(run)
             _end(run)
         except Exception as error:
+            engine.abandon()
             at = f"seed {scenario.seed}, step {machine.step_count}"
             raise SimulationError(f"{at}, {scenario}: {error!r}") from error
-        finally:
-            machine.finish()
-            engine.close()
+        engine.close()
     return _counted(run)
 
 
@@ -195,10 +212,12 @@ def _end(run: _Run) -> None:
 
 
 def _rest(run: _Run) -> None:
-    for _ in range(_REST_STEPS_MAX):
+    for number in range(_REST_STEPS_MAX):
         if not run.engine.has_work():
             return
         _step(run)
+        if number % _STUCK_STEPS == _STUCK_STEPS - 1 and run.engine.abort_deadlocked():
+            run.counts["vLLM's own deadlocks"] += 1
     raise SimulationError(f"does not come to rest: {sorted(run.engine.scheduler.requests)}")
 
 
@@ -221,6 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--steps", type=int, default=300, help="of each seed, before its end")
     parser.add_argument("--family", choices=sorted(FAMILIES))
+    parser.add_argument("--alone", action="store_true", help="without another connector")
     options = parser.parse_args(arguments)
     total: Counter[str] = Counter()
     failures: list[str] = []
@@ -228,6 +248,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="simulation-") as folder:
             try:
                 scenario = draw_scenario(seed, options.family)
+                if options.alone:
+                    engine = replace(scenario.engine, peer_chance=0.0)
+                    scenario = replace(scenario, engine=engine)
                 total += simulate(scenario, options.steps, Path(folder) / "tier")
             except SimulationError as error:
                 failures.append(str(error))
