@@ -1,0 +1,307 @@
+"""A machine whose time, threads, copies and disk go on step by step, as a seed says.
+
+    SteppedClock     time, some of it per step
+    SteppedPool      instead of `IoPool`: tasks run some steps after they were submitted
+    SteppedMailbox   instead of `Mailbox`: so are items handled
+    LateCopyEngine   a `CopyEngine` as that of a GPU: a copy happens steps later, unless fenced
+    FailingSystem    the kernel's calls of segment files: errors and flipped bits
+
+Everything happens in the caller's thread, so that a seed is all there is to know about a run.
+"""
+
+import errno
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from random import Random
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+from tierstore import clock, io_pool
+from tierstore.backend.opening import open_backend
+from tierstore.backend.syscall import SystemCalls
+from tierstore.dma.host import HostCopyEngine
+from tierstore.dma.protocol import ComputeMark, CopyId
+from tierstore.executor import TransferExecutor
+
+__all__ = [
+    "SECONDS_PER_STEP",
+    "Chances",
+    "LateCopyEngine",
+    "Machine",
+    "SteppedMailbox",
+    "SteppedPool",
+]
+
+SECONDS_PER_STEP = 0.05
+_SECONDS_PER_QUESTION = 1e-4
+_HUNG_STEPS = 60
+_TURN_COUNT_MAX = 100_000
+
+
+@dataclass(slots=True)
+class Chances:
+    """How often something goes another way than the straight one, per call."""
+
+    copy_waits: float = 0.5
+    task_waits: float = 0.5
+    task_hangs: float = 0.0
+    read_fails: float = 0.0
+    read_flips: float = 0.0
+
+
+class SteppedClock:
+    """Time that passes by steps; a little of it with each question, so that waits do end."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def seconds(self) -> float:
+        self.now += _SECONDS_PER_QUESTION
+        return self.now
+
+
+@dataclass(order=True)
+class _Task:
+    is_write: bool
+    number: int
+    due_step: int = field(compare=False)
+    run: Callable[[], None] = field(compare=False)
+
+
+class SteppedPool:
+    """Runs tasks in the machine's turns: reads before writes, each in order, some of them late."""
+
+    def __init__(self, machine: "Machine", thread_count: int, name: str) -> None:
+        self._machine = machine
+        self._thread_count = thread_count
+        self._tasks: list[_Task] = []
+        self._number = 0
+        machine.turns.append(self.turn)
+
+    def open(self) -> None:
+        """Start no thread."""
+
+    def submit_read(self, task: Callable[[], None]) -> None:
+        self._submit(task, is_write=False)
+
+    def submit_write(self, task: Callable[[], None]) -> None:
+        self._submit(task, is_write=True)
+
+    def _submit(self, task: Callable[[], None], *, is_write: bool) -> None:
+        self._number += 1
+        self._tasks.append(_Task(is_write, self._number, self._machine.due_step(), task))
+
+    def turn(self, *, finish: bool) -> bool:
+        ready = sorted(t for t in self._tasks if finish or t.due_step <= self._machine.step_count)
+        if not finish:
+            ready = ready[: self._thread_count]
+        for task in ready:
+            self._tasks.remove(task)
+            task.run()
+        return bool(ready)
+
+    def close(self, timeout_seconds: float) -> bool:
+        while self.turn(finish=True):
+            pass
+        return True
+
+
+class SteppedMailbox:
+    """Handles what has gathered in the machine's turns, or when somebody waits for it."""
+
+    def __init__(self, machine: "Machine", name: str, handle: Callable[[list[Any]], None]) -> None:
+        self._machine = machine
+        self._handle = handle
+        self._items: list[Any] = []
+        machine.turns.append(self.turn)
+
+    def open(self) -> None:
+        """Start no thread."""
+
+    def put(self, item: Any) -> None:
+        self._items.append(item)
+
+    def offer(self, item: Any, waiting_max: int) -> bool:
+        if len(self._items) >= waiting_max:
+            return False
+        self.put(item)
+        return True
+
+    def turn(self, *, finish: bool) -> bool:
+        if not self._items or not (finish or self._machine.acts(self._machine.chances.task_waits)):
+            return False
+        batch, self._items = self._items, []
+        self._handle(batch)
+        return True
+
+    def wait_idle(self, timeout_seconds: float) -> bool:
+        while self.turn(finish=True):
+            pass
+        return True
+
+    def close(self, timeout_seconds: float) -> bool:
+        return self.wait_idle(timeout_seconds)
+
+
+class LateCopyEngine:
+    """Copies as a GPU does: in order per direction, steps later, or when a fence asks for it.
+
+    Until then a copy has read nothing and written nothing: what is overwritten too early shows.
+    """
+
+    def __init__(self, machine: "Machine") -> None:
+        self._machine = machine
+        self._engine = HostCopyEngine()
+        self._offloads: deque[tuple[CopyId, Callable[[], None]]] = deque()
+        self._loads: deque[tuple[CopyId, Callable[[], None]]] = deque()
+        self._complete: list[CopyId] = []
+        self.fenced_count = 0
+        machine.turns.append(self.turn)
+
+    def register(self, *where: Any) -> None:
+        self._engine.register(*where)
+
+    def submit_offload(self, copy_id: CopyId, *where: Any) -> None:
+        copy = partial(self._engine.submit_offload, copy_id, *where)
+        self._offloads.append((copy_id, copy))
+
+    def submit_load(
+        self,
+        copy_id: CopyId,
+        *where: Any,
+        after: ComputeMark | None = None,
+        urgent: bool = False,
+    ) -> None:
+        copy = partial(self._engine.submit_load, copy_id, *where)
+        self._loads.append((copy_id, copy))
+
+    def mark_compute(self) -> ComputeMark:
+        return ComputeMark()
+
+    def turn(self, *, finish: bool) -> bool:
+        is_busy = False
+        for queue in (self._offloads, self._loads):
+            while queue and (finish or self._machine.acts(self._machine.chances.copy_waits)):
+                self._copy_first(queue)
+                is_busy = True
+        return is_busy
+
+    def _copy_first(self, queue: "deque[tuple[CopyId, Callable[[], None]]]") -> None:
+        copy_id, copy = queue.popleft()
+        copy()
+        self._complete.append(copy_id)
+
+    def poll(self) -> list[CopyId]:
+        self._engine.poll()
+        complete, self._complete = self._complete, []
+        return complete
+
+    def take_failed(self) -> list[CopyId]:
+        return []
+
+    def fence(self, copy_ids: Sequence[CopyId]) -> None:
+        wanted = set(copy_ids)
+        while not wanted.isdisjoint(copy_id for copy_id, _ in self._offloads):
+            self._copy_first(self._offloads)
+            self.fenced_count += 1
+
+    def close(self) -> None:
+        self.turn(finish=True)
+        self._engine.close()
+
+
+class FailingSystem(SystemCalls):
+    """Reads of segment files that fail, or give bytes with one bit flipped."""
+
+    def __init__(self, machine: "Machine") -> None:
+        self._machine = machine
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if self._machine.acts(self._machine.chances.read_fails):
+            raise OSError(errno.EIO, "injected fault: read")
+        count = super().preadv(fd, buffers, offset)
+        if self._machine.acts(self._machine.chances.read_flips):
+            buffer = buffers[-1]
+            buffer[self._machine.random.randrange(len(buffer))] ^= 4
+        return count
+
+
+class Machine:
+    """What tierstore runs on: install it before anything of tierstore is opened."""
+
+    def __init__(self, seed: int, chances: Chances) -> None:
+        self.random = Random(seed)
+        self.chances = chances
+        self.clock = SteppedClock()
+        self.step_count = 0
+        self.turns: list[Callable[..., bool]] = []
+        self.copy_engine: LateCopyEngine | None = None
+
+    def acts(self, chance: float) -> bool:
+        """Draw; a chance of 0 draws nothing."""
+        return chance > 0 and self.random.random() < chance
+
+    def due_step(self) -> int:
+        """Draw when a task that is submitted now runs."""
+        if self.acts(self.chances.task_hangs):
+            return self.step_count + self.random.randrange(1, _HUNG_STEPS)
+        return self.step_count + (
+            self.random.randrange(1, 4) if self.acts(self.chances.task_waits) else 0
+        )
+
+    def turn(self) -> None:
+        """Let some of what is waiting go on."""
+        for turn in self.turns:
+            turn(finish=False)
+
+    def step(self) -> None:
+        """Let time pass, and some of what is waiting go on."""
+        self.step_count += 1
+        self.clock.now += SECONDS_PER_STEP
+        self.turn()
+
+    def finish(self) -> None:
+        """Let all go on that is waiting."""
+        for _ in range(_TURN_COUNT_MAX):
+            if not sum(turn(finish=True) for turn in self.turns):
+                return
+        raise AssertionError("the machine does not come to rest")
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Put this machine's parts in place of the real ones, wherever tierstore names them."""
+        import tierstore_vllm.worker
+
+        parts = {
+            id(io_pool.IoPool): partial(SteppedPool, self),
+            id(io_pool.Mailbox): partial(SteppedMailbox, self),
+            id(clock.MonotonicClock): lambda: self.clock,
+        }
+        opener = partial(open_backend, system=FailingSystem(self))
+        opening = SimpleNamespace(open=partial(TransferExecutor.open, open_backend=opener))
+        with ExitStack() as patches:
+            for module in self._modules():
+                for name, value in list(vars(module).items()):
+                    if id(value) in parts:
+                        patches.enter_context(patch.object(module, name, parts[id(value)]))
+            where = sys.modules[TransferExecutor.__module__]
+            patches.enter_context(patch.object(where, "open_copy_engine", self._open_copy_engine))
+            patches.enter_context(patch.object(tierstore_vllm.worker, "TransferExecutor", opening))
+            yield
+
+    def _modules(self) -> list[ModuleType]:
+        """Return those that took a part by name; one that is imported later takes the real one."""
+        return [
+            module
+            for name, module in list(sys.modules.items())
+            if name.startswith("tierstore") and module not in (clock, io_pool)
+        ]
+
+    def _open_copy_engine(self, *_: Any, **__: Any) -> LateCopyEngine:
+        self.copy_engine = LateCopyEngine(self)
+        return self.copy_engine
