@@ -337,7 +337,7 @@ class CatalogWriter:
         for operation in batch:
             match operation:
                 case CommitTicket(ticket_id):
-                    self.events.append(Committed(ticket_id))
+                    self.events.append(Committed(ticket_id, reason))
                     if not is_damage:
                         self._retained.append(CommitTicket(ticket_id, None))
                     elif ticket := self._tickets.pop(ticket_id, None):
