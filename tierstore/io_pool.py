@@ -13,13 +13,20 @@ from typing import Generic, TypeVar
 
 from tierstore.errors import ClosedError
 
-__all__ = ["IoPool", "Mailbox"]
+__all__ = ["IoPool", "Mailbox", "is_pool_thread"]
 
 _logger = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 
 _READ, _WRITE, _STOP = 0, 1, 2
+
+_this_thread = threading.local()
+
+
+def is_pool_thread() -> bool:
+    """Return whether this thread was started here."""
+    return getattr(_this_thread, "is_pooled", False)
 
 
 class IoPool:
@@ -63,6 +70,7 @@ class IoPool:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
+        _this_thread.is_pooled = True
         while True:
             _, _, task = self._queue.get()
             if task is None:
@@ -122,15 +130,19 @@ class Mailbox(Generic[Item]):
             )
 
     def close(self, timeout_seconds: float) -> bool:
-        """Handle what is queued, then stop; False: the thread still hangs. Idempotent."""
+        """Handle what is queued, then stop; False: the thread still hangs. Idempotent.
+
+        The thread itself may call it: it ends after what it is handling.
+        """
         with self._condition:
             self._closed = True
             self._condition.notify_all()
-        if self._thread.ident is not None:
+        if self._thread.ident not in (None, threading.get_ident()):
             self._thread.join(timeout_seconds)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        _this_thread.is_pooled = True
         while True:
             with self._condition:
                 self._condition.wait_for(lambda: bool(self._items) or self._closed)

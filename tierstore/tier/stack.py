@@ -128,10 +128,13 @@ class TierStack:
         ]
         return cls(groups, primary, secondaries, cascades, counters, residency=residency)
 
-    def close(self) -> None:
-        """Finish the catalogs' queues and close them; idempotent."""
+    def close(self, timeout_seconds: float | None = None) -> None:
+        """Finish the catalogs' queues and close them; idempotent.
+
+        Waits at most `timeout_seconds` for each thread of a catalog that hangs (None: its own).
+        """
         for secondary in self._secondaries:
-            secondary.close()
+            secondary.close(timeout_seconds)
 
     @property
     def primary(self) -> PrimaryTier:
@@ -142,6 +145,11 @@ class TierStack:
     def secondaries(self) -> Sequence[SecondaryTier]:
         """The secondary tiers, for their counts and checks."""
         return self._secondaries
+
+    @property
+    def cascades(self) -> Sequence[Cascade]:
+        """The rules of the secondary tiers, in their order."""
+        return self._cascades
 
     def new_job_id(self) -> JobId:
         """Return an id that was not used before."""
@@ -315,17 +323,30 @@ class TierStack:
         """
         return self.demote_coldest(max(0, count - self._primary.free_count(group_idx)))
 
-    def demote_coldest(self, count: int) -> int:
-        """Ask every `on_evict` tier to record the `count` coldest chunks.
+    def demote_victims_into(self, tier_idx: int, group_idx: int, count: int) -> int:
+        """Do as `demote_victims` with one tier, past what other tiers or loads have pinned now.
+
+        What a tier that hangs has pinned stays in memory, and others go in its place.
+        """
+        cascade = self._cascades[tier_idx]
+        shortage = count - self._primary.free_count(group_idx)
+        if shortage <= 0 or not cascade.records_victims:
+            return 0
+        victims = self._primary.victims(shortage, cascade.in_flight)
+        return cascade.record_victims([key for key in victims if key not in self._doomed])
+
+    def demote_coldest(self, count: int, tier_idx: int | None = None) -> int:
+        """Ask every `on_evict` tier, or `tier_idx` alone, to record the `count` coldest chunks.
 
         Returns how many of them are not recorded yet.
         """
-        if not count or not any(cascade.records_victims for cascade in self._cascades):
+        cascades = self._cascades if tier_idx is None else [self._cascades[tier_idx]]
+        if not count or not any(cascade.records_victims for cascade in cascades):
             return 0
         coldest = self._primary.coldest(count)
         if self._doomed:
             coldest = [key for key in coldest if key not in self._doomed]
-        return sum(cascade.record_victims(coldest) for cascade in self._cascades)
+        return sum(cascade.record_victims(coldest) for cascade in cascades)
 
     def has_work(self) -> bool:
         """Say whether demotes or releases are waiting for `commands` or `complete`."""
