@@ -78,9 +78,10 @@ class IdleCarrier:
                     break
             except Exception as error:  # the outermost frame of a thread: a bug must not end it
                 self._pause_seconds = _POLL_SECONDS_MAX
-                if repr(error) not in self._logged:
-                    self._logged.add(repr(error))
-                    _logger.exception("idle step failed")
+                cause = type(error).__name__
+                if cause not in self._logged:
+                    self._logged.add(cause)
+                    _logger.exception("idle step failed: cause=%s", cause)
         if self._is_abandoned:
             self._close_abandoned()
 

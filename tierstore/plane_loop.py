@@ -236,10 +236,15 @@ class PlaneLoop:
             is_asked = stack.demote_coldest(count, tier_idx) == 0
             return is_asked and not stack.cascades[tier_idx].has_work()
 
+        def missing_count(tier_idx: int) -> int:
+            held_count = stack.cascades[tier_idx].held_count()
+            return max(held_count, stack.demote_coldest(count, tier_idx))
+
         indices = range(len(self._paces))
-        standing = self.settle_tiers(
-            {i: partial(is_flushed, i) for i in indices}, stall_seconds, seconds_max
-        )
+        conditions = {i: partial(is_flushed, i) for i in indices}
+        given_up = self.settle_tiers(conditions, stall_seconds, seconds_max)
+        # Evicted bytes that cannot be given back are no chunks that are missing.
+        standing = [i for i in given_up if missing_count(i)]
         moving = [i for i in indices if i not in standing]
         deaf = [i for i in moving if not stack.secondaries[i].wait(stall_seconds)]
         unsynced = self._executor.sync([i for i in moving if i not in deaf], stall_seconds)
@@ -248,10 +253,9 @@ class PlaneLoop:
             cascade = stack.cascades[i]
             complaints = cascade.complaints()
             if i in standing:
-                waiting_count = max(cascade.held_count(), stack.demote_coldest(count, i))
                 complaints.append(
-                    f"it refuses, or has not moved for {stall_seconds:g} s, and {waiting_count} "
-                    "chunks wait for it"
+                    f"it refuses, or has not moved for {stall_seconds:g} s, and "
+                    f"{missing_count(i)} chunks wait for it"
                 )
             if i in deaf:
                 complaints.append("its catalog does not answer")

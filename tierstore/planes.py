@@ -38,7 +38,7 @@ class Patience:
     put_seconds: float = 10.0
     """Then its demotes are dropped, until it moves again."""
     flush_seconds: float = 60.0
-    close_seconds: float = 5.0
+    close_seconds: float = 10.0
     """Of each step of `close`: the flush of what moves no more, the threads, the catalogs."""
     exit_seconds: float = 10.0
     """Of the flush at the interpreter's exit, even if everything moves."""

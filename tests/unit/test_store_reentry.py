@@ -35,11 +35,15 @@ LINES_MAX = 1 << 20
 
 
 class AtLine:
-    """Runs `act` once, at the n-th line that this thread executes in the traced modules."""
+    """Runs `act` once, at the n-th line that this thread executes in the traced modules.
 
-    def __init__(self, n, act):
+    Or in the functions of one name there.
+    """
+
+    def __init__(self, n, act, function=None):
         self.n = n
         self.act = act
+        self.function = function
         self.count = 0
 
     def __enter__(self):
@@ -54,7 +58,9 @@ class AtLine:
         return self.count >= self.n
 
     def _call(self, frame, event, argument):
-        return self._line if frame.f_code.co_filename.endswith(TRACED_FILES) else None
+        is_traced = frame.f_code.co_filename.endswith(TRACED_FILES)
+        is_chosen = self.function in (None, frame.f_code.co_name)
+        return self._line if is_traced and is_chosen else None
 
     def _line(self, frame, event, argument):
         if event == "line":
@@ -320,6 +326,48 @@ def test_an_exception_at_each_line_leaves_a_store_that_is_right_or_refuses(tmp_p
         life.put()
         count = lines_of(life, call)
     raise_at_each(tmp_path, call, range(1, count))
+
+
+def raise_in_copy(call, function, n):
+    """Raise at the n-th line of the copy; return whether it came to that line."""
+
+    def fail():
+        raise LineError
+
+    with AtLine(n, fail, function) as line, contextlib.suppress(LineError):
+        call()
+    return line.has_acted
+
+
+def test_an_exception_while_bytes_are_copied_out_leaves_all_batches_settled(tmp_path):
+    numbers = range(60)
+    life = Life(tmp_path, "on_evict")
+    with life.store as store:
+        assert CHUNKS.put(store, numbers) == 60
+    life.open()
+    with life.store as store:
+        out = np.zeros((60, CHUNKS.chunk_bytes), np.uint8)
+        for n in (1, 5, 9, 40, 100):
+            assert raise_in_copy(lambda: store.get(CHUNKS.keys(numbers), out), "_copy_out", n)
+            assert CHUNKS.put(store, life.new()) == 6
+            assert CHUNKS.found(store, numbers) == list(numbers)
+            assert is_quiet(store)
+        assert store.check() == []
+
+
+def test_an_exception_while_bytes_are_copied_in_stores_nothing(tmp_path):
+    life = Life(tmp_path)
+    with life.store as store:
+        for n in (1, 3, 5):
+            numbers = life.new(4)  # one batch
+            assert raise_in_copy(
+                lambda numbers=numbers: CHUNKS.put(store, numbers), "_fill_slots", n
+            )
+            assert CHUNKS.found(store, numbers) == []
+            assert CHUNKS.put(store, numbers) == 4
+            assert CHUNKS.found(store, numbers) == list(numbers)
+        assert is_quiet(store)
+        assert store.check() == []
 
 
 class NosyKeys(Sequence):

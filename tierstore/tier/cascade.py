@@ -24,7 +24,7 @@ from tierstore.tier.catalog_messages import Committed, Freed, Placed, Refused
 from tierstore.tier.failed_demotes import FailedDemotes
 from tierstore.tier.primary import PrimaryTier
 from tierstore.tier.secondary import SecondaryTier
-from tierstore.transfer import Command, Demote, JobId, Release, TransferDone
+from tierstore.transfer import Command, Demote, FailureReason, JobId, Release, TransferDone
 
 __all__ = ["Cascade"]
 
@@ -310,8 +310,7 @@ class Cascade:
             return
         waiting = self._waiting.pop(refused.ticket)
         self._finish_keys(waiting.group_idx, waiting.keys)
-        self._drop(len(waiting.keys), refused.reason.value)
-        self._failures.note_refused(waiting.keys, refused.reason.value)
+        self._note_refused(waiting.keys, refused.reason)
 
     def _start_write(self, placed: Placed, job_id: JobId) -> Demote | None:
         if placed.ticket in self._cancelled_tickets:
@@ -351,8 +350,7 @@ class Cascade:
             label=name,
         )
         for index, reason in done.failed.items():
-            self._drop(1, reason.value)
-            self._failures.note_refused([writing.keys[index]], reason.value)
+            self._note_refused([writing.keys[index]], reason)
         if not done.failed:
             self._failures.on_written()
 
@@ -367,9 +365,12 @@ class Cascade:
             self._secondary.on_recorded(written)
             self._failures.on_recorded(written)
         else:
-            self._drop(len(written), committed.reason.value)
-            self._failures.note_refused(written, committed.reason.value)
+            self._note_refused(written, committed.reason)
         self._finish_keys(writing.group_idx, writing.keys)
+
+    def _note_refused(self, keys: Sequence[OffloadKey], reason: FailureReason) -> None:
+        """Remember chunks that were not written; each counts once, however often it is tried."""
+        self._drop(self._failures.note_refused(keys, reason.value), reason.value)
 
     def _retry_failed(self) -> None:
         """Ask again for chunks in memory whose demote failed, as far as the queue has room."""

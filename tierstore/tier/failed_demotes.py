@@ -47,10 +47,15 @@ class FailedDemotes:
         """Whether `take` has something to give."""
         return bool(self._retrying)
 
-    def note_refused(self, keys: Collection[OffloadKey], reason: str) -> None:
-        """Remember resident chunks that the device or the catalog refused."""
+    def note_refused(self, keys: Collection[OffloadKey], reason: str) -> int:
+        """Remember resident chunks that the device or the catalog refused.
+
+        Returns how many of them had not failed before.
+        """
         self._refused.update(dict.fromkeys(keys, reason))
+        known_count = len(self._asked)
         self._asked.difference_update(keys)
+        return len(keys) - (known_count - len(self._asked))
 
     def note_unasked(self, keys: Collection[OffloadKey], reason: str) -> None:
         """Remember resident chunks that found no room in the write queue."""
