@@ -213,6 +213,12 @@ class PlaneLoop:
         if load.answers and load.reservation.job_id in self._loads:
             self.finish_load(load)
 
+    def finish_left(self) -> None:
+        """Wait for the loads that were left, which the deadline bounds: their chunks arrive."""
+        while any(load.is_left for load in self._loads.values()):
+            if not self.pump():
+                self._executor.wait(_POLL_SECONDS)
+
     def flush(
         self, stall_seconds: float = _FLUSH_STALL_SECONDS, seconds_max: float = math.inf
     ) -> None:

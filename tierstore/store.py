@@ -165,7 +165,11 @@ class TierStore:
             stack.close()
             raise
         store = cls(config, manifest, stack, executor, counters, patience=patience)
-        store._planes.open()
+        try:
+            store._planes.open()
+        except BaseException:
+            store.close()
+            raise
         return store
 
     @_alone
@@ -222,6 +226,7 @@ class TierStore:
         per_batch = self._batch_chunks(group_idx)
         in_flight: list[_Batch] = []
         self._planes.is_changing = True
+        self._loop.finish_left()
         try:
             for i in range(0, len(wanted), per_batch)[::-1]:
                 part = wanted[i : i + per_batch]

@@ -13,6 +13,7 @@ from store_kit import Chunks, config_of
 
 from tierstore import TierStore
 from tierstore.backend.opening import open_backend
+from tierstore.planes import Patience
 from tierstore.transfer import FailureReason
 
 CHUNKS = Chunks(65_536)
@@ -111,3 +112,47 @@ def test_reads_that_end_late_harm_no_get(tmp_path, cascade, number):
         assert "stray_answers_total" not in store.stats().counters
     with CHUNKS.open(config) as store:
         assert set(range(1000, 1032)) <= set(CHUNKS.found(store, [*numbers, *range(1000, 1032)]))
+
+
+class HungBackend:
+    """A device whose reads do not end until they may."""
+
+    def __init__(self, backend):
+        self._backend = backend
+        self.may_end = threading.Event()
+
+    def read(self, records):
+        self.may_end.wait()
+        return self._backend.read(records)
+
+    def __getattr__(self, name):
+        return getattr(self._backend, name)
+
+
+@pytest.mark.parametrize("cascade", ["on_evict", "write_through"])
+def test_a_read_that_hangs_holds_up_neither_flush_nor_close(tmp_path, cascade):
+    backends = []
+
+    def open_hung(*args, **kwargs):
+        backends.append(HungBackend(open_backend(*args, **kwargs)))
+        return backends[-1]
+
+    # One thread hangs, the other writes.
+    config = config_of(tmp_path, cascade=cascade, io={"threads": 2, "deadline": "100ms"})
+    with CHUNKS.open(config) as store:
+        assert CHUNKS.put(store, range(4)) == 4
+    patience = Patience(close_seconds=0.3)
+    store = TierStore.open(config, CHUNKS.manifest, open_backend=open_hung, patience=patience)
+    try:
+        assert CHUNKS.found(store, [1]) == []
+        assert CHUNKS.put(store, range(100, 120)) == 20
+        store.flush()
+        assert CHUNKS.found(store, range(100, 120)) == list(range(100, 120))
+        started = time.monotonic()
+        store.close()
+        assert time.monotonic() - started < SECONDS_MAX / 2
+    finally:
+        backends[0].may_end.set()
+        store.close()
+    with CHUNKS.open(config) as store:
+        assert CHUNKS.found(store, [*range(4), *range(100, 120)]) == [*range(4), *range(100, 120)]

@@ -22,6 +22,7 @@ from store_kit import Chunks, config_of
 from tierstore import TierStore
 from tierstore.backend.opening import open_backend
 from tierstore.errors import BackendError, ClosedError, ReentryError
+from tierstore.planes import Patience
 
 CHUNKS = Chunks(16_384)
 TRACED = (
@@ -74,14 +75,15 @@ class AtLine:
 class Life:
     """One store, and what is known of it."""
 
-    def __init__(self, path, cascade="write_through"):
+    def __init__(self, path, cascade="write_through", patience=None):
         self.config = config_of(path, primary="1MiB", capacity="16MiB", cascade=cascade)
+        self.patience = patience
         self.stored = []
         self.number = 0
         self.open()
 
     def open(self):
-        self.store = CHUNKS.open(self.config)
+        self.store = TierStore.open(self.config, CHUNKS.manifest, patience=self.patience)
 
     def new(self, count=6):
         self.number += count
@@ -280,19 +282,20 @@ class LineError(Exception):
     """What a signal handler may raise, a timeout for instance."""
 
 
-def raise_at_each(tmp_path, call, lines):
+def raise_at_each(tmp_path, call, lines, error=LineError):
     """Raise at some line of a call: the store is right afterwards, or refuses to go on."""
     torn_count = 0
-    life = Life(tmp_path)
+    # Where a lock was about to be left, threads wait for it for ever, and `close` for them.
+    life = Life(tmp_path, patience=Patience(close_seconds=1))
     for _ in range(9):
         life.put()
     for n in lines:
         known = list(life.stored)
 
         def fail():
-            raise LineError
+            raise error
 
-        with contextlib.suppress(LineError):
+        with contextlib.suppress(error):
             call_at(life, call, n, fail)
         life.stored = known
         try:
@@ -308,13 +311,14 @@ def raise_at_each(tmp_path, call, lines):
     return torn_count
 
 
+@pytest.mark.parametrize("error", [LineError, KeyboardInterrupt])
 @pytest.mark.parametrize("call", ["put", "get"])
-def test_an_exception_at_any_line_leaves_a_store_that_is_right_or_refuses(tmp_path, call):
+def test_an_exception_at_any_line_leaves_a_store_that_is_right_or_refuses(tmp_path, call, error):
     life = Life(tmp_path / "sound")
     with life.store:
         life.put()
         count = lines_of(life, call)
-    assert raise_at_each(tmp_path, call, sampled_lines(count)) > SAMPLES // 4
+    assert raise_at_each(tmp_path, call, sampled_lines(count), error) > SAMPLES // 4
 
 
 @pytest.mark.exhaustive
