@@ -57,6 +57,11 @@ class PendingLoad:
     is_left: bool = False
     """The caller does not wait for it any more: the loop finishes it."""
 
+    @property
+    def done(self) -> TransferDone | None:
+        """The answer that the caller waits for, once it is there."""
+        return self.answers[0] if self.answers else None
+
 
 @dataclass(slots=True)
 class _Pace:
@@ -192,11 +197,11 @@ class PlaneLoop:
 
     def wait_for(self, load: PendingLoad) -> set[int]:
         """Wait for the answer, which the deadline bounds; return the slots that were not filled."""
-        while not load.answers:
+        while load.done is None:
             if not self.pump():
                 self._executor.wait(_POLL_SECONDS)
         slots = [slot for promote in load.reservation.promotes for slot in promote.slots.tolist()]
-        return {slots[index] for index in load.answers[0].failed if index < len(slots)}
+        return {slots[index] for index in load.done.failed if index < len(slots)}
 
     def finish_load(self, load: PendingLoad) -> None:
         """Give the slots of an answered load back to the tiers."""

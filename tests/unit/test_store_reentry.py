@@ -31,6 +31,9 @@ TRACED = (
     *("tier.secondary", "tier.failed_demotes", "executor.executor", "policy.arc", "policy.lru"),
 )
 TRACED_FILES = tuple(f"tierstore/{name.replace('.', '/')}.py" for name in TRACED)
+# A signal comes between two calls in C or at the start of a function: the gate has neither between
+# what belongs together, but a trace function raises there too.
+RAISING_FILES = tuple(name for name in TRACED_FILES if not name.endswith("/gate.py"))
 SAMPLES = 40
 LINES_MAX = 1 << 20
 
@@ -41,7 +44,8 @@ class AtLine:
     Or in the functions of one name there.
     """
 
-    def __init__(self, n, act, function=None):
+    def __init__(self, n, act, function=None, files=TRACED_FILES):
+        self.files = files
         self.n = n
         self.act = act
         self.function = function
@@ -59,7 +63,7 @@ class AtLine:
         return self.count >= self.n
 
     def _call(self, frame, event, argument):
-        is_traced = frame.f_code.co_filename.endswith(TRACED_FILES)
+        is_traced = frame.f_code.co_filename.endswith(self.files)
         is_chosen = self.function in (None, frame.f_code.co_name)
         return self._line if is_traced and is_chosen else None
 
@@ -138,15 +142,15 @@ class Intruder:
                 self.refused_count += 1
 
 
-def lines_of(life, call):
-    with AtLine(LINES_MAX, lambda: None) as line:
+def lines_of(life, call, files=TRACED_FILES):
+    with AtLine(LINES_MAX, lambda: None, files=files) as line:
         getattr(life, call)()
     return line.count
 
 
-def call_at(life, call, n, act):
+def call_at(life, call, n, act, files=TRACED_FILES):
     """Run a call with `act` at its n-th line; return whether it came to that line."""
-    with AtLine(n, act) as line:
+    with AtLine(n, act, files=files) as line:
         getattr(life, call)()
     return line.has_acted
 
@@ -296,7 +300,7 @@ def raise_at_each(tmp_path, call, lines, error=LineError):
             raise error
 
         with contextlib.suppress(error):
-            call_at(life, call, n, fail)
+            call_at(life, call, n, fail, RAISING_FILES)
         life.stored = known
         try:
             life.get()
@@ -317,7 +321,7 @@ def test_an_exception_at_any_line_leaves_a_store_that_is_right_or_refuses(tmp_pa
     life = Life(tmp_path / "sound")
     with life.store:
         life.put()
-        count = lines_of(life, call)
+        count = lines_of(life, call, RAISING_FILES)
     assert raise_at_each(tmp_path, call, sampled_lines(count), error) > SAMPLES // 4
 
 
@@ -328,7 +332,7 @@ def test_an_exception_at_each_line_leaves_a_store_that_is_right_or_refuses(tmp_p
     life = Life(tmp_path / "sound")
     with life.store:
         life.put()
-        count = lines_of(life, call)
+        count = lines_of(life, call, RAISING_FILES)
     raise_at_each(tmp_path, call, range(1, count))
 
 
