@@ -29,7 +29,7 @@ from tierstore.key import OffloadKey, make_offload_keys
 from tierstore.layout import PAGE_BYTES
 from tierstore.metrics import Counters
 from tierstore.plane_loop import PlaneLoop
-from tierstore.tier.stack import TierStack
+from tierstore.tier.opening import open_stack
 
 __all__ = [
     "FileTier",
@@ -238,7 +238,7 @@ class TierstoreFiles:
 
     def _open(self) -> None:
         counters = Counters()
-        self._stack = TierStack.open(self._config, self._manifest, rank_count=1, counters=counters)
+        self._stack = open_stack(self._config, self._manifest, rank_count=1, counters=counters)
         self._executor = TransferExecutor.open(
             self._config, self._manifest, rank=0, rank_count=1, caches=None, counters=counters
         )

@@ -11,7 +11,7 @@ from tierstore.config import load_config
 from tierstore.key import OffloadKey, make_offload_keys
 from tierstore.layout import PAGE_BYTES
 from tierstore.metrics import Counters
-from tierstore.tier.stack import TierStack
+from tierstore.tier.opening import open_stack
 from tierstore.transfer import JobId, TransferDone
 
 __all__ = ["Index", "TierstoreIndex", "VllmIndex"]
@@ -88,7 +88,7 @@ class TierstoreIndex:
         self._manifest = Manifest.simple("bench", chunk_bytes=PAGE_BYTES)
         primary = {"capacity": f"{chunk_count * PAGE_BYTES}B", "eviction": policy}
         config = load_config({"version": 1, "primary": primary})
-        self._stack = TierStack.open(config, self._manifest, rank_count=1, counters=Counters())
+        self._stack = open_stack(config, self._manifest, rank_count=1, counters=Counters())
         self._done = TransferDone(job_id=JobId(0))  # a worker's answer: the load is over
 
     def keys(self, block_hashes: Sequence[bytes]) -> list[OffloadKey]:

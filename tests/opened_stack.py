@@ -11,6 +11,7 @@ from tierstore.executor import TransferExecutor
 from tierstore.layout import PAGE_BYTES
 from tierstore.metrics import Counters
 from tierstore.plane_loop import PlaneLoop
+from tierstore.tier.opening import open_stack
 from tierstore.tier.reservation import ChunkState
 from tierstore.tier.residency import ResidencyLog
 from tierstore.tier.stack import TierStack
@@ -80,7 +81,7 @@ def opened(
     config = load_config({"version": 1, "primary": primary, "secondary": secondary})
     counters = Counters()
     residency = ResidencyLog()
-    stack = TierStack.open(
+    stack = open_stack(
         config, MANIFEST, rank_count=1, counters=counters, residency=residency, clock=clock
     )
     executor = TransferExecutor.open(

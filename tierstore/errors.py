@@ -13,6 +13,7 @@
     +-- CatalogError     the directory of a secondary tier cannot be opened or written
     |   +-- CatalogDamagedError   its rows contradict each other; it starts anew when next opened
     +-- ClosedError      the object was used after `close`
+    +-- ReentryError     a store was called from within a call of the same thread
     +-- PromptError      a line of prompts for a warm-up is wrong; names the line and the remedy
     +-- MissingExtraError      an optional library is not installed; names the extra
 
@@ -34,6 +35,7 @@ __all__ = [
     "ManifestError",
     "MissingExtraError",
     "PromptError",
+    "ReentryError",
     "TierStoreError",
 ]
 
@@ -92,6 +94,10 @@ class CatalogDamagedError(CatalogError):
 
 class ClosedError(TierStoreError):
     """The object was used after `close`."""
+
+
+class ReentryError(TierStoreError):
+    """A store was called from within one of its calls in the same thread; nothing was changed."""
 
 
 class MissingExtraError(TierStoreError):

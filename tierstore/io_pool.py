@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 from tierstore.errors import ClosedError
 
-__all__ = ["READS_IN_A_ROW_MAX", "IoPool", "Mailbox", "TaskOrder"]
+__all__ = ["READS_IN_A_ROW_MAX", "IoPool", "Mailbox", "TaskOrder", "is_pool_thread"]
 
 _logger = logging.getLogger(__name__)
 
@@ -51,6 +51,14 @@ class TaskOrder(Generic[Item]):
             return reads.popleft()
         self._overtaken_count = 0
         return writes.popleft() if writes else None
+
+
+_this_thread = threading.local()
+
+
+def is_pool_thread() -> bool:
+    """Return whether this thread was started here."""
+    return getattr(_this_thread, "is_pooled", False)
 
 
 class IoPool:
@@ -98,6 +106,7 @@ class IoPool:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
+        _this_thread.is_pooled = True
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: bool(self._order) or self._is_closing)
@@ -159,15 +168,19 @@ class Mailbox(Generic[Item]):
             )
 
     def close(self, timeout_seconds: float) -> bool:
-        """Handle what is queued, then stop; False: the thread still hangs. Idempotent."""
+        """Handle what is queued, then stop; False: the thread still hangs. Idempotent.
+
+        The thread itself may call it: it ends after what it is handling.
+        """
         with self._condition:
             self._closed = True
             self._condition.notify_all()
-        if self._thread.ident is not None:
+        if self._thread.ident not in (None, threading.get_ident()):
             self._thread.join(timeout_seconds)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        _this_thread.is_pooled = True
         while True:
             with self._condition:
                 self._condition.wait_for(lambda: bool(self._items) or self._closed)

@@ -93,16 +93,22 @@ def require_keys(keys: object, namespace: Namespace) -> list[OffloadKey]:
             "keys: expected a list of keys, as make_offload_keys returns it, "
             f"got {type(keys).__name__}"
         )
-    for key in keys:
-        if not isinstance(key, bytes):
-            raise TypeError(f"keys: expected bytes, as make_offload_keys returns them, got {key!r}")
+    keys = list(keys)
+    for i, key in enumerate(keys):
+        if type(key) is not bytes:
+            if not isinstance(key, bytes):
+                raise TypeError(
+                    f"keys: expected bytes, as make_offload_keys returns them, got {key!r}"
+                )
+            # A class of its own could run its code at each comparison, amid a change of the tiers.
+            keys[i] = key = b"".join([key])  # noqa: PLW2901
         if not key.startswith(namespace):
             raise ValueError(
                 f"keys: {key.hex()} is of another namespace; build keys with "
                 f"make_offload_keys(manifest.namespace, ...), here {namespace.hex()}"
             )
         _require_length(OffloadKey(key))
-    return list(keys)
+    return keys
 
 
 def get_offload_namespace(key: OffloadKey) -> Namespace:

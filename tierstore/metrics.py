@@ -42,6 +42,8 @@ class Metric(Enum):
     PIN_SECONDS = ("pin_seconds_total", "counter", "", "Time spent registering host memory")
     FAILED_LOADS = ("failed_loads_total", "counter", "reason", "Load jobs that were recomputed")
 
+    STRAY_ANSWERS = ("stray_answers_total", "counter", "", "Answers to no job that is known")
+
     COLD_STARTS = (
         "cold_starts_total",
         "counter",

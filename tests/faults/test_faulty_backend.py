@@ -53,7 +53,7 @@ def test_a_write_that_fails_is_dropped_by_its_reason_and_records_nothing(tmp_pat
         counters = store.stats().counters
         assert counters[f'dropped_demotes_total{{reason="{reason.value}"}}'] == 8
         assert not counters.get('demoted_chunks_total{tier="disk"}')
-        schedule.heal()
+    schedule.heal()
     with CHUNKS.open(config) as store:
         assert CHUNKS.found(store, range(8)) == []
         assert misses(store) == {}

@@ -1,5 +1,7 @@
 """The store against a dict, over every backend, cascade and eviction policy."""
 
+import hashlib
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -78,7 +80,7 @@ def test_a_get_does_not_lose_what_it_evicts(tmp_path, stored, asked):
         capacity="64MiB",
         cascade="on_evict",
     )
-    hashes = [bytes([n]) * 32 for n in range(20)]
+    hashes = [hashlib.sha256(bytes([n])).digest() for n in range(20)]
     keys = make_offload_keys(MANIFEST.namespace, 0, hashes)
     rows = np.repeat(np.arange(20, dtype=np.uint8)[:, None], 12_288, axis=1)
     with open_store(tmp_path, MANIFEST) as store:

@@ -1,9 +1,13 @@
 """What a call leaves on its way goes on without a further call."""
 
+import threading
 import time
 
 import pytest
 from store_kit import Chunks, config_of
+
+from tierstore.gate import Gate
+from tierstore.idle_carrier import IdleCarrier
 
 CHUNKS = Chunks(65_536)
 SECONDS_MAX = 20
@@ -64,3 +68,32 @@ def test_close_does_not_wait_for_the_idle_thread(tmp_path):
         started = time.monotonic()
         store.close()
         assert time.monotonic() - started < 4  # each waiting for the other: five seconds
+
+
+class StumblingLoop:
+    """Stands in for a loop that has something to carry, and fails at it a few times."""
+
+    def __init__(self):
+        self.failures_left = 3
+        self.is_done = threading.Event()
+
+    def has_messages(self):
+        return not self.is_done.is_set()
+
+    def pump(self):
+        if self.failures_left:
+            self.failures_left -= 1
+            raise RuntimeError("a bug")
+        self.is_done.set()
+        return True
+
+
+def test_an_exception_does_not_end_the_idle_thread(caplog):
+    loop = StumblingLoop()
+    carrier = IdleCarrier(loop, Gate(), lambda: None)
+    carrier.open()
+    carrier.wake()
+    assert loop.is_done.wait(SECONDS_MAX)
+    assert within_seconds(lambda: not carrier._is_awake)
+    assert len(caplog.records) == 1, "logged once per cause"
+    carrier.close()

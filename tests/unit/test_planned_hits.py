@@ -13,6 +13,7 @@ from tierstore.clock import MonotonicClock
 from tierstore.layout import PAGE_BYTES
 from tierstore.metrics import Counters
 from tierstore.planner import EngineStep, LoadTarget, OffloadPlanner, PrefixAnswer
+from tierstore.tier.opening import open_stack
 from tierstore.tier.reservation import ChunkState
 from tierstore.tier.stack import TierStack
 from tierstore.transfer import TransferDone
@@ -40,7 +41,7 @@ def opened(tmp_path, **recorded) -> Iterator[tuple[OffloadPlanner, TierStack]]:
         store.flush()
     memory = {"capacity": f"{SLOT_COUNT * PAGE_BYTES}B"}
     config = load_config({"primary": memory, "secondary": [disk]})
-    stack = TierStack.open(config, MANIFEST, rank_count=1, counters=Counters())
+    stack = open_stack(config, MANIFEST, rank_count=1, counters=Counters())
     planner = OffloadPlanner(
         MANIFEST.group_specs(),
         MANIFEST.namespace,

@@ -40,6 +40,17 @@ def test_chunks_named_twice_in_one_call_are_stored_once_and_hold_nothing(tmp_pat
         assert store.check() == []
 
 
+def test_chunks_on_disk_that_are_asked_for_twice_are_found_twice(tmp_path):
+    config = config_of(tmp_path, primary="2MiB")  # two chunks per batch of a `get`
+    numbers = range(24)
+    with CHUNKS.open(config) as store:
+        assert CHUNKS.put(store, numbers) == 24
+    with CHUNKS.open(config) as store:
+        asked = [*numbers, *numbers[::-1], 7]
+        assert CHUNKS.found(store, asked) == asked
+        assert held(store) == (0, 0, 0)
+
+
 @pytest.mark.timeout(50)  # a flush that cannot end gives up after a minute
 @pytest.mark.parametrize("cascade", ["write_through", "on_evict"])
 @pytest.mark.parametrize(("primary", "queue"), [("64KiB", "256MiB"), ("8MiB", "1KiB")])

@@ -18,8 +18,8 @@ from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from tierstore import Manifest, make_offload_keys
 from tierstore.config import load_config
 from tierstore.metrics import Counters
+from tierstore.tier.opening import open_stack
 from tierstore.tier.residency import ResidencyLog
-from tierstore.tier.stack import TierStack
 from tierstore_vllm.events import EventSource
 
 CHUNK = 4096
@@ -32,7 +32,7 @@ def test_a_listener_that_applies_all_events_knows_what_is_resident(actions: list
     manifest = Manifest.simple("m", CHUNK)
     log = ResidencyLog()
     config = load_config({"primary": {"capacity": f"{SLOTS * CHUNK}B"}})
-    stack = TierStack.open(config, manifest, rank_count=1, counters=Counters(), residency=log)
+    stack = open_stack(config, manifest, rank_count=1, counters=Counters(), residency=log)
     source = EventSource(log, manifest.group_specs(), lambda named: named[:32])
     # Those of adapters have a digest behind vLLM's hash, of which listeners know nothing.
     named = [block_hash + b"digest" * (i % 2) for i, block_hash in enumerate(HASHES)]

@@ -3,18 +3,19 @@
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Self
 
 from tierstore.backend.opening import BackendOpener, open_backend
+from tierstore.backend.protocol import Backend
 from tierstore.clock import Clock, MonotonicClock
 from tierstore.config import StoreConfig
 from tierstore.dma.opening import open_copy_engine
 from tierstore.dma.pinning import SPAWN_MAX
 from tierstore.dma.protocol import CopyEngine, CopyId
-from tierstore.errors import DeviceError, LayoutError
+from tierstore.errors import BackendError, DeviceError, LayoutError
 from tierstore.executor.job import Copy, Job, PartIndex, RecordSpan, split_spans
 from tierstore.executor.progress import SpanRead
 from tierstore.executor.tier_io import TierIo
@@ -41,6 +42,8 @@ __all__ = ["TransferExecutor"]
 _logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_SECONDS = 30.0
+_CLOSE_MOMENT_SECONDS = 1.0
+"""A tier gets so long to stop even if another one has used up the time."""
 
 
 class TransferExecutor:
@@ -220,14 +223,20 @@ class TransferExecutor:
         """The slots' memory; the slot with number s starts at s * PAGE_BYTES."""
         return self._pool
 
-    def sync(self) -> None:
-        """Flush all written payload to the devices.
+    def sync(self, tier_indices: Sequence[int], timeout_seconds: float) -> dict[int, str]:
+        """Flush written payload of some tiers to their devices, side by side in their own threads.
 
-        Raises:
-            BackendError: a device refused.
+        Returns by tier why it was not done: the device refused, or did not answer in time.
         """
-        for tier in self._tiers:
-            tier.backend.sync()
+        answers: dict[int, str] = {}
+        unsynced = set(tier_indices)
+        for tier_idx in tier_indices:
+            tier = self._tiers[tier_idx]
+            tier.pool.submit_write(partial(self._sync, tier_idx, tier.backend, unsynced, answers))
+        with self._changed:
+            self._changed.wait_for(lambda: not unsynced, timeout_seconds)
+            hung = dict.fromkeys(unsynced, f"no flush within {timeout_seconds:g} s")
+            return answers | hung
 
     def close(self, timeout_seconds: float = _CLOSE_TIMEOUT_SECONDS) -> None:
         """Finish what was accepted, stop the threads, free the pool; idempotent.
@@ -237,7 +246,11 @@ class TransferExecutor:
         if self._closed:
             return
         self._closed = True
-        stopped = [tier.pool.close(timeout_seconds) for tier in self._tiers]
+        until = self._clock.seconds() + timeout_seconds
+        moment = min(timeout_seconds, _CLOSE_MOMENT_SECONDS)
+        stopped = [
+            tier.pool.close(max(moment, until - self._clock.seconds())) for tier in self._tiers
+        ]
         self._stop_copies(timeout_seconds)
         if self._engine is not None:
             self._engine.close()
@@ -413,6 +426,23 @@ class TransferExecutor:
                 job.ok = reason is None
                 job.tasks_left -= 1
                 tier.progress.end(self._clock.seconds())
+                self._changed.notify_all()
+
+    def _sync(
+        self, tier_idx: int, backend: Backend, unsynced: set[int], answers: dict[int, str]
+    ) -> None:
+        """Flush one tier's payload (in an I/O thread)."""
+        why = "the flush failed"
+        try:
+            backend.sync()
+            why = ""
+        except BackendError as error:
+            why = str(error)
+        finally:
+            with self._changed:
+                if why:
+                    answers[tier_idx] = why
+                unsynced.discard(tier_idx)
                 self._changed.notify_all()
 
     def _begin_write(self, tier: TierIo) -> None:

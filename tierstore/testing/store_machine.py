@@ -132,8 +132,9 @@ def make_store_machine(
         manifest: one group; its chunk size decides how much the machine writes.
         roomy: the tiers hold 64 chunks, and a restart loses none of them.
     """
-    numbers = [number.to_bytes(8, "big") for number in range(_KEY_COUNT)]
-    keys = make_offload_keys(manifest.namespace, 0, numbers)
+    # Spread as the hashes of an engine are: neighbours in a prefix are none in a catalog.
+    hashes = [hashlib.sha256(number.to_bytes(8, "big")).digest() for number in range(_KEY_COUNT)]
+    keys = make_offload_keys(manifest.namespace, 0, hashes)
     members = {
         "manifest": manifest,
         "roomy": roomy,

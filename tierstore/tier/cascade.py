@@ -11,6 +11,7 @@ Pins keep the slots' bytes in place meanwhile; the write queue's limit bounds pi
 import itertools
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,9 +21,10 @@ from tierstore.key import OffloadKey, get_offload_group_idx
 from tierstore.layout import GroupSpec
 from tierstore.metrics import Counters, Metric
 from tierstore.tier.catalog_messages import Committed, Freed, Placed, Refused
+from tierstore.tier.failed_demotes import FailedDemotes
 from tierstore.tier.primary import PrimaryTier
 from tierstore.tier.secondary import SecondaryTier
-from tierstore.transfer import Command, Demote, JobId, Release, TransferDone
+from tierstore.transfer import Command, Demote, FailureReason, JobId, Release, TransferDone
 
 __all__ = ["Cascade"]
 
@@ -96,11 +98,22 @@ class Cascade:
         self._settled: set[OffloadKey] = set()
         self._in_flight: set[OffloadKey] = set()
         self._once_seen: OrderedDict[OffloadKey, None] = OrderedDict()
+        self._failures = FailedDemotes()
+
+    @property
+    def name(self) -> str:
+        """The tier's name."""
+        return self._config.name
 
     @property
     def records_victims(self) -> bool:
         """Whether chunks go down when they are about to leave the primary tier."""
         return self._config.cascade == "on_evict"
+
+    @property
+    def in_flight(self) -> AbstractSet[OffloadKey]:
+        """The chunks that are being written, but not those of `write_through` (a live view)."""
+        return self._in_flight
 
     def on_resident(self, group_idx: int, keys: Sequence[OffloadKey]) -> None:
         """Take note of chunks of one prefix, head first, that became resident."""
@@ -124,6 +137,7 @@ class Cascade:
 
     def on_evicted(self, keys: Sequence[OffloadKey]) -> None:
         """Take note of chunks that left the primary tier."""
+        self._failures.drop(keys)
         if self._config.cascade == "write_through":
             return
         unsettled = [key for key in keys if key not in self._settled]
@@ -147,6 +161,29 @@ class Cascade:
         if self._config.cascade != "write_through":
             return 1 << 62
         return self._queue_bytes_max - self._queued_bytes
+
+    def begin_retry(self) -> None:
+        """Ask again, as room comes (`commands`), for chunks in memory whose demote failed."""
+        self._failures.begin_retry()
+
+    def complaints(self) -> list[str]:
+        """Say how many chunks in memory are not in this tier although its rule wants them, why."""
+        failed = self._failures.keys()
+        slots = self._primary.locate(failed)
+        self._failures.drop([k for k, slot in zip(failed, slots, strict=True) if slot is None])
+        return [
+            f"{count} chunks could not be written ({reason})"
+            for reason, count in sorted(self._failures.count_by_reason().items())
+        ]
+
+    def held_count(self) -> int:
+        """Return how many chunks are pinned by demotes on their way. O(tickets)."""
+        held: tuple[_Waiting | _Writing, ...] = (
+            *self._waiting.values(),
+            *self._writing.values(),
+            *self._committing.values(),
+        )
+        return sum(len(demote.keys) for demote in held)
 
     def count_promoted(self, chunk_count: int, chunk_bytes: int) -> None:
         """Count chunks that were read from this tier."""
@@ -172,6 +209,7 @@ class Cascade:
                     Metric.EVICTED_CHUNKS, len(event.evicted), label=self._config.name
                 )
                 commands.append(self._start_release(event, new_job_id()))
+        self._retry_failed()
         if self._unreleased:
             self._calls_until_retry -= 1
             if self._calls_until_retry <= 0:
@@ -211,6 +249,7 @@ class Cascade:
             or self._releasing
             or self._cancelled_tickets
             or self._cancelled_jobs
+            or self._failures.is_retrying
         )
 
     def cancel(self) -> None:
@@ -230,6 +269,7 @@ class Cascade:
         self._committing.clear()
         self._settled.clear()
         self._once_seen.clear()
+        self._failures.clear()
 
     def forget_resident(self) -> None:
         """Forget what was known of chunks in memory; demotes on their way go on (reset)."""
@@ -237,9 +277,11 @@ class Cascade:
         self._once_seen.clear()
 
     def _request_unsettled(self, keys: Sequence[OffloadKey]) -> None:
-        unsettled = [key for key in keys if key not in self._settled]
+        self._request_groups([key for key in keys if key not in self._settled])
+
+    def _request_groups(self, keys: Sequence[OffloadKey]) -> None:
         by_group: defaultdict[int, list[OffloadKey]] = defaultdict(list)
-        for key in unsettled:
+        for key in keys:
             by_group[get_offload_group_idx(key)].append(key)
         for group_idx, group_keys in by_group.items():
             self._request(group_idx, group_keys)
@@ -247,11 +289,14 @@ class Cascade:
     def _request(self, group_idx: int, keys: Sequence[OffloadKey]) -> None:
         chunk_bytes = self._groups[group_idx].chunk_bytes
         room = max(0, self._queue_bytes_max - self._queued_bytes) // chunk_bytes
-        if not self.records_victims:  # victims are asked for again until they are recorded
-            self._drop(max(0, len(keys) - room), "queue_full")
+        if not self.records_victims and len(keys) > room:
+            # Victims are asked for again until they are recorded; others by the next flush.
+            self._drop(len(keys) - room, "queue_full")
+            self._failures.note_unasked(keys[room:], "queue_full")
         keys = tuple(keys[:room])
         if not keys:
             return
+        self._failures.drop(keys)
         self._primary.pin(keys)
         self._queued_bytes += len(keys) * chunk_bytes
         if self._config.cascade != "write_through":
@@ -271,7 +316,7 @@ class Cascade:
             return
         waiting = self._waiting.pop(refused.ticket)
         self._finish_keys(waiting.group_idx, waiting.keys)
-        self._drop(len(waiting.keys), refused.reason.value)
+        self._note_refused(waiting.keys, refused.reason)
 
     def _start_write(self, placed: Placed, job_id: JobId) -> Demote | None:
         if placed.ticket in self._cancelled_tickets:
@@ -283,6 +328,7 @@ class Cascade:
             chosen = set(placed.keys)
             recorded = tuple(key for key in waiting.keys if key not in chosen)
             self._finish_keys(waiting.group_idx, recorded)
+            self._failures.on_recorded(recorded)
         if not placed.keys:
             return None
         slots = self._primary.locate(placed.keys)
@@ -310,14 +356,37 @@ class Cascade:
             written * self._groups[writing.group_idx].chunk_bytes,
             label=name,
         )
-        for reason in done.failed.values():
-            self._drop(1, reason.value)
+        for index, reason in done.failed.items():
+            self._note_refused([writing.keys[index]], reason)
+        if not done.failed:
+            self._failures.on_written()
 
     def _finish_commit(self, committed: Committed) -> None:
         writing = self._committing.pop(committed.ticket, None)
-        if writing is not None:  # otherwise it was cancelled
-            self._secondary.on_recorded(writing.keys)
-            self._finish_keys(writing.group_idx, writing.keys)
+        if writing is None:  # it was cancelled
+            return
+        written: Sequence[OffloadKey] = writing.keys
+        if self._failures:
+            written = [key for key in written if key not in self._failures]
+        if committed.reason is None:
+            self._secondary.on_recorded(written)
+            self._failures.on_recorded(written)
+        else:
+            self._note_refused(written, committed.reason)
+        self._finish_keys(writing.group_idx, writing.keys)
+
+    def _note_refused(self, keys: Sequence[OffloadKey], reason: FailureReason) -> None:
+        """Remember chunks that were not written; each counts once, however often it is tried."""
+        self._drop(self._failures.note_refused(keys, reason.value), reason.value)
+
+    def _retry_failed(self) -> None:
+        """Ask again for chunks in memory whose demote failed, as far as the queue has room."""
+        if not self._failures.is_retrying:
+            return
+        chunk_bytes_max = max(group.chunk_bytes for group in self._groups)
+        keys = self._failures.take((self._queue_bytes_max - self._queued_bytes) // chunk_bytes_max)
+        slots = self._primary.locate(keys)
+        self._request_groups([k for k, slot in zip(keys, slots, strict=True) if slot is not None])
 
     def _finish_keys(self, group_idx: int, keys: Sequence[OffloadKey]) -> None:
         self._primary.unpin(keys)

@@ -1,6 +1,6 @@
 """What goes into a catalog's mailbox, and what comes out of it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tierstore.key import Namespace, OffloadKey
 from tierstore.transfer import FailureReason, PageRun, Place
@@ -58,6 +58,8 @@ class Committed:
     """A commit was carried out: its records can be located now, the failed ones never will."""
 
     ticket: int
+    reason: FailureReason | None = field(default=None, compare=False)
+    """Not None: the catalog failed, and none of its records can be located."""
 
 
 SecondaryEvent = Placed | Refused | Freed | Committed

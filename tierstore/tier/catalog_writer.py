@@ -375,7 +375,7 @@ class CatalogWriter:
         for operation in batch:
             match operation:
                 case CommitTicket(ticket_id):
-                    self._answer_commit(ticket_id)
+                    self._answer_commit(ticket_id, reason)
                     self._answered.add(ticket_id)
                     if not is_damage:
                         self._retained.append(CommitTicket(ticket_id, None))
@@ -390,9 +390,9 @@ class CatalogWriter:
                 case _:
                     pass
 
-    def _answer_commit(self, ticket_id: int) -> None:
+    def _answer_commit(self, ticket_id: int, reason: FailureReason | None = None) -> None:
         if ticket_id not in self._answered:
-            self.events.append(Committed(ticket_id))
+            self.events.append(Committed(ticket_id, reason))
 
     def _log(self, event: str, error: Exception) -> None:
         cause = f"{event} {type(error).__name__}"

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from types import MappingProxyType
 from typing import NamedTuple, NoReturn
 
@@ -279,6 +280,13 @@ class PrimaryTier:
     def coldest(self, count: int) -> list[OffloadKey]:
         """Name the next `count` victims in order, as if nothing was pinned; changes nothing."""
         return self._policy.victims(count, ())
+
+    def victims(self, count: int, held: AbstractSet[OffloadKey]) -> list[OffloadKey]:
+        """Name the next `count` victims as if the one pin of each in `held` was gone. O(pins)."""
+        pins = {
+            key: pin_count for key, pin_count in self._pins.items() if pin_count > (key in held)
+        }
+        return self._policy.victims(count, pins)
 
     def free_count(self, group_idx: int) -> int:
         """Return how many chunks of a cached group find room without an eviction."""

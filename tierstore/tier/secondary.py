@@ -235,13 +235,17 @@ class SecondaryTier:
         """Verify the catalog's invariants; return the violations in words (empty: sound)."""
         return self._catalog.check()
 
-    def close(self) -> None:
-        """Finish the queue, sync the catalog to the device, stop the writer; idempotent."""
+    def close(self, timeout_seconds: float | None = None) -> None:
+        """Finish the queue, sync the catalog to the device, stop the writer; idempotent.
+
+        Waits for each of two threads for `timeout_seconds`, by default half a minute.
+        """
         if self._is_closed:
             return
         self._is_closed = True
+        seconds = _CLOSE_SECONDS if timeout_seconds is None else timeout_seconds
         self._put(Leave())
-        if not (self._lookups.close(_CLOSE_SECONDS) and self._mailbox.close(_CLOSE_SECONDS)):
+        if not (self._lookups.close(seconds) and self._mailbox.close(seconds)):
             _logger.error("catalog thread hangs: tier=%s; its device does not answer", self._name)
             return
         try:

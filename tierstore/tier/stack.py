@@ -8,18 +8,15 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Self
 
 import numpy as np
 
-from tierstore.clock import Clock, MonotonicClock
-from tierstore.config import StoreConfig
+from tierstore.clock import Clock
 from tierstore.key import OffloadKey
-from tierstore.layout import GroupKind, GroupSpec
+from tierstore.layout import GroupSpec
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters, Metric
 from tierstore.tier.cascade import Cascade
-from tierstore.tier.catalog import Catalog
 from tierstore.tier.locator import Locator
 from tierstore.tier.primary import PrimaryTier
 from tierstore.tier.promotion import Promotions
@@ -34,11 +31,6 @@ __all__ = ["PRIMARY_NAME", "TierStack"]
 _DEMOTE_AHEAD = 2
 """An `on_evict` tier records the victims of the next reservations ahead, by this many times the
 size of the last one, so that a reservation need not wait for a write."""
-
-_HUNG_SHARE = 4
-"""Each tier's hung reads may hold one part of so many of the pool; then it is not asked for more.
-
-What is running when it begins to hang can go beyond that, by one task of each of its threads."""
 
 PRIMARY_NAME = "primary"
 """The primary tier's label in metrics."""
@@ -89,88 +81,13 @@ class TierStack:
             residency=residency,
         )
 
-    @classmethod
-    def open(
-        cls,
-        config: StoreConfig,
-        manifest: Manifest,
-        *,
-        rank_count: int,
-        counters: Counters,
-        residency: ResidencyLog | None = None,
-        clock: Clock | None = None,
-    ) -> Self:
-        """Open the control half of all configured tiers; `residency` is told what comes and goes.
+    def close(self, timeout_seconds: float | None = None) -> None:
+        """Finish the catalogs' queues and close them; idempotent.
 
-        `clock` measures for how long a record that failed is not offered; tests give their own.
-
-        Raises:
-            ConfigError: a capacity is too small.
-            CatalogError, ManifestError: a secondary tier cannot be opened; none stays open.
+        Waits at most `timeout_seconds` for each thread of a catalog that hangs (None: its own).
         """
-        groups = manifest.group_specs()
-        primary = _open_primary(config, groups)
-        secondaries: list[SecondaryTier] = []
-        try:
-            for tier_idx, tier in enumerate(config.secondary):
-                secondaries.append(
-                    SecondaryTier.open(tier, manifest, tier_idx=tier_idx, rank_count=rank_count)
-                )
-                if secondaries[-1].damage:
-                    counters.add(Metric.DISCARDED_CATALOGS, label=tier.name)
-                if secondaries[-1].is_foreign:
-                    counters.add(Metric.COLD_STARTS, label=tier.name)
-        except BaseException:
-            for secondary in secondaries:
-                secondary.close()
-            raise
-        # Write-behind pins chunks: half of the primary tier always stays free for the engine. One
-        # chunk at least, or none would ever be written.
-        share_bytes = config.primary.capacity_bytes // (2 * max(1, len(config.secondary)))
-        chunk_bytes = max((group.chunk_bytes for group in groups), default=0)
-        cascades = [
-            Cascade(
-                tier_idx=tier_idx,
-                config=tier,
-                groups=groups,
-                primary=primary,
-                secondary=secondary,
-                counters=counters,
-                queue_bytes_max=max(chunk_bytes, min(tier.io.write_queue_bytes, share_bytes)),
-            )
-            for tier_idx, (tier, secondary) in enumerate(
-                zip(config.secondary, secondaries, strict=True)
-            )
-        ]
-        return cls(
-            groups,
-            primary,
-            secondaries,
-            cascades,
-            counters,
-            hung_bytes_max=config.primary.capacity_bytes // _HUNG_SHARE,
-            clock=clock or MonotonicClock(),
-            residency=residency,
-        )
-
-    @staticmethod
-    def check_config(config: StoreConfig, manifest: Manifest, *, rank_count: int) -> None:
-        """Raise what `open` would raise, for a process that does not need the tiers itself.
-
-        Creates the directories of secondary tiers, as `open` does; leaves nothing open.
-
-        Raises:
-            ConfigError: a capacity is too small, or a path belongs to another kind of tier.
-            CatalogError, ManifestError: a secondary tier cannot be opened.
-        """
-        _open_primary(config, manifest.group_specs())
-        for tier in config.secondary:
-            Catalog.open(tier, manifest, rank_count=rank_count).close()
-
-    def close(self) -> None:
-        """Finish the catalogs' queues and close them; idempotent."""
         for secondary in self._secondaries:
-            secondary.close()
+            secondary.close(timeout_seconds)
 
     @property
     def primary(self) -> PrimaryTier:
@@ -181,6 +98,11 @@ class TierStack:
     def secondaries(self) -> Sequence[SecondaryTier]:
         """The secondary tiers, for their counts and checks."""
         return self._secondaries
+
+    @property
+    def cascades(self) -> Sequence[Cascade]:
+        """The rules of the secondary tiers, in their order."""
+        return self._cascades
 
     def new_job_id(self) -> JobId:
         """Return an id that was not used before."""
@@ -413,17 +335,30 @@ class TierStack:
         """
         return self.demote_coldest(max(0, count - self._primary.free_count(group_idx)))
 
-    def demote_coldest(self, count: int) -> int:
-        """Ask every `on_evict` tier to record the `count` coldest chunks.
+    def demote_victims_into(self, tier_idx: int, group_idx: int, count: int) -> int:
+        """Do as `demote_victims` with one tier, past what other tiers or loads have pinned now.
+
+        What a tier that hangs has pinned stays in memory, and others go in its place.
+        """
+        cascade = self._cascades[tier_idx]
+        shortage = count - self._primary.free_count(group_idx)
+        if shortage <= 0 or not cascade.records_victims:
+            return 0
+        victims = self._primary.victims(shortage, cascade.in_flight)
+        return cascade.record_victims([key for key in victims if key not in self._doomed])
+
+    def demote_coldest(self, count: int, tier_idx: int | None = None) -> int:
+        """Ask every `on_evict` tier, or `tier_idx` alone, to record the `count` coldest chunks.
 
         Returns how many of them are not recorded yet.
         """
-        if not count or not any(cascade.records_victims for cascade in self._cascades):
+        cascades = self._cascades if tier_idx is None else [self._cascades[tier_idx]]
+        if not count or not any(cascade.records_victims for cascade in cascades):
             return 0
         coldest = self._primary.coldest(count)
         if self._doomed:
             coldest = [key for key in coldest if key not in self._doomed]
-        return sum(cascade.record_victims(coldest) for cascade in self._cascades)
+        return sum(cascade.record_victims(coldest) for cascade in cascades)
 
     def has_work(self) -> bool:
         """Return whether demotes, releases or hung reads are waiting for an answer."""
@@ -506,8 +441,3 @@ class TierStack:
             cascade.on_touched(keys)
         for secondary in self._secondaries:
             secondary.touch(tail_first)
-
-
-def _open_primary(config: StoreConfig, groups: Sequence[GroupSpec]) -> PrimaryTier:
-    slot_bytes = [0 if group.kind is GroupKind.UNCACHED else group.slot_bytes for group in groups]
-    return PrimaryTier(config.primary, slot_bytes)

@@ -34,6 +34,7 @@ from tierstore.planner import (
     OffloadPlanner,
     PlannedStep,
 )
+from tierstore.tier.opening import open_stack
 from tierstore.tier.residency import ResidencyLog
 from tierstore.tier.stack import TierStack
 from tierstore_vllm.events import EventSource
@@ -171,7 +172,7 @@ class SchedulerHalf:
         """
         counters = Counters()
         residency = ResidencyLog() if publishes_events else None
-        stack = TierStack.open(
+        stack = open_stack(
             config,
             manifest,
             rank_count=shape.rank_count,

@@ -22,7 +22,7 @@ from tierstore.errors import ConfigError, DeviceError, LayoutError, TierStoreErr
 from tierstore.executor import TransferExecutor
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters
-from tierstore.tier.stack import TierStack
+from tierstore.tier.opening import check_tiers
 from tierstore.transfer import (
     Command,
     Demote,
@@ -128,7 +128,7 @@ class WorkerHalf:
         if parallel.rank or parallel.distributed_executor_backend == "uni":
             return
         try:
-            TierStack.check_config(self._config, manifest, rank_count=parallel.world_size)
+            check_tiers(self._config, manifest, rank_count=parallel.world_size)
         except ConfigError:
             raise
         except TierStoreError as error:

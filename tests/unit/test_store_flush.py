@@ -1,0 +1,251 @@
+"""`flush` tells the truth: what could not be written is named, and tried again."""
+
+import errno
+import math
+import threading
+import time
+
+import pytest
+from store_kit import Chunks, config_of
+
+from tierstore import TierStore
+from tierstore.backend.opening import open_backend
+from tierstore.errors import BackendError
+from tierstore.planes import Patience
+from tierstore.testing.faults import FaultSchedule, faulty_system_opener
+from tierstore.transfer import FailureReason
+
+CHUNKS = Chunks(65_536)
+CASCADES = ["write_through", "on_evict", "second_touch"]
+SECONDS_MAX = 60
+
+
+class Switch:
+    """Lets the writes of a tier fail, or hang, until it is switched off."""
+
+    def __init__(self, tier="disk", reason=None):
+        self.tier = tier
+        self.reason = reason
+        self.write_count = 0
+        self.goes_on = threading.Event()
+
+    def open(self, config, manifest, **ranks):
+        backend = open_backend(config, manifest, **ranks)
+        return _Switched(backend, self) if config.name == self.tier else backend
+
+    def off(self):
+        self.reason = None
+        self.goes_on.set()
+
+
+class _Switched:
+    def __init__(self, backend, switch):
+        self._backend = backend
+        self._switch = switch
+
+    def write(self, records):
+        self._switch.write_count += 1
+        if self._switch.reason is None:
+            return self._backend.write(records)
+        return dict.fromkeys(range(len(records)), self._switch.reason)
+
+    def __getattr__(self, name):
+        return getattr(self._backend, name)
+
+
+class HungSwitch(Switch):
+    """Lets the writes of a tier hang until it is switched off."""
+
+    def open(self, config, manifest, **ranks):
+        backend = open_backend(config, manifest, **ranks)
+        return _Hung(backend, self) if config.name == self.tier else backend
+
+
+class _Hung(_Switched):
+    def write(self, records):
+        self._switch.write_count += 1
+        self._switch.goes_on.wait()
+        return self._backend.write(records)
+
+
+def within_seconds(condition):
+    until = time.monotonic() + SECONDS_MAX
+    while not condition():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def put_twice(store, numbers):
+    """Store chunks and use them, so that any cascade admits them."""
+    assert CHUNKS.put(store, numbers) == len(numbers)
+    assert CHUNKS.put(store, numbers) == len(numbers)
+
+
+def recorded(store, numbers, tier_idx=0):
+    places = store._stack.secondaries[tier_idx].locate(CHUNKS.keys(numbers))
+    return [n for n, place in zip(numbers, places, strict=True) if place is not None]
+
+
+@pytest.mark.parametrize("cascade", CASCADES)
+@pytest.mark.parametrize("reason", [FailureReason.IO_ERROR, FailureReason.FULL])
+def test_a_flush_names_what_was_not_written_and_writes_it_when_the_device_is_back(
+    tmp_path, cascade, reason
+):
+    switch = Switch(reason=reason)
+    config = config_of(tmp_path, cascade=cascade)
+    with TierStore.open(config, CHUNKS.manifest, open_backend=switch.open) as store:
+        put_twice(store, range(24))
+        for _ in range(2):
+            with pytest.raises(BackendError, match=rf"tier disk: 24 .*{reason.value}"):
+                store.flush()
+        assert recorded(store, range(24)) == []
+        switch.off()
+        store.flush()
+        assert recorded(store, range(24)) == list(range(24))
+        write_count = switch.write_count
+        store.flush()
+        assert switch.write_count == write_count, "a flush wrote again what is recorded"
+        assert store.check() == []
+    with CHUNKS.open(config) as store:
+        assert CHUNKS.found(store, range(24)) == list(range(24))
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EFBIG], ids=errno.errorcode.get)
+def test_a_flush_to_a_kernel_that_refuses_every_write_fails_until_it_works(tmp_path, code):
+    schedule = FaultSchedule(1 << 40, fail_count=math.inf)
+    config = config_of(tmp_path)
+    opener = faulty_system_opener(schedule, code)
+    with TierStore.open(config, CHUNKS.manifest, open_backend=opener) as store:
+        schedule.fail_from_now()
+        CHUNKS.put(store, range(24))
+        with pytest.raises(BackendError, match="tier disk: 24 chunks"):
+            store.flush()
+        schedule.heal()
+        store.flush()
+        assert recorded(store, range(24)) == list(range(24))
+    with CHUNKS.open(config) as store:
+        assert CHUNKS.found(store, range(24)) == list(range(24))
+
+
+@pytest.mark.parametrize("cascade", CASCADES)
+def test_what_failed_is_written_when_a_later_write_shows_that_the_device_is_back(tmp_path, cascade):
+    switch = Switch(reason=FailureReason.IO_ERROR)
+    config = config_of(tmp_path, primary="2MiB", cascade=cascade)
+    with TierStore.open(config, CHUNKS.manifest, open_backend=switch.open) as store:
+        put_twice(store, range(8))
+        with pytest.raises(BackendError):
+            store.flush()
+        switch.off()
+        put_twice(store, range(100, 120))  # with `on_evict`, the others are the victims of these
+        if cascade == "on_evict":
+            put_twice(store, range(120, 132))
+        assert within_seconds(lambda: recorded(store, range(8)) == list(range(8)))
+
+
+def test_chunks_that_left_memory_are_no_reason_for_a_flush_to_fail(tmp_path):
+    switch = Switch(reason=FailureReason.IO_ERROR)
+    config = config_of(tmp_path, primary="2MiB")
+    with TierStore.open(config, CHUNKS.manifest, open_backend=switch.open) as store:
+        CHUNKS.put(store, range(8))
+        with pytest.raises(BackendError, match=r"tier disk: 8 chunks"):
+            store.flush()
+        for first in range(100, 200, 4):
+            CHUNKS.put(store, range(first, first + 4))
+        resident = store.stats().primary_chunk_count
+        with pytest.raises(BackendError, match=rf"tier disk: {resident} chunks"):
+            store.flush()
+        store.reset()
+        store.flush()
+
+
+def test_a_flush_writes_what_found_no_room_in_the_write_queue(tmp_path):
+    switch = HungSwitch()
+    config = config_of(tmp_path, io={"write_queue": "256KiB"})
+    patience = Patience(put_seconds=0.1)
+    with TierStore.open(
+        config, CHUNKS.manifest, open_backend=switch.open, patience=patience
+    ) as store:
+        for number in range(24):
+            assert CHUNKS.put(store, [number]) == 1
+        assert store.stats().counters['dropped_demotes_total{reason="queue_full"}'] >= 20
+        switch.off()
+        store.flush()
+        assert recorded(store, range(24)) == list(range(24))
+
+
+def two_tiers(path, cascade):
+    config = config_of(path / "0", primary="4MiB", cascade=cascade, io={"write_queue": "512KiB"})
+    (first,) = config["secondary"]
+    second = first | {"name": "second", "path": str(path / "1")}
+    config["secondary"].append(second)
+    return config
+
+
+@pytest.mark.parametrize("failing", ["disk", "second"])
+@pytest.mark.parametrize("cascade", ["write_through", "on_evict"])
+def test_a_tier_that_refuses_leaves_the_other_complete(tmp_path, cascade, failing):
+    switch = Switch(failing, FailureReason.IO_ERROR)
+    config = two_tiers(tmp_path, cascade)
+    sound_idx = ["disk", "second"].index(failing) ^ 1
+    with TierStore.open(config, CHUNKS.manifest, open_backend=switch.open) as store:
+        for first in range(0, 120, 4):
+            assert CHUNKS.put(store, range(first, first + 4)) == 4
+        with pytest.raises(BackendError, match=rf"^flush: tier {failing}: \d+ chunks[^;]*$"):
+            store.flush()
+        assert recorded(store, range(120), sound_idx) == list(range(120))
+
+
+@pytest.mark.parametrize("cascade", ["write_through", "on_evict"])
+@pytest.mark.parametrize("hung", ["disk", "second"])
+def test_a_tier_that_hangs_takes_no_record_from_the_other(tmp_path, caplog, cascade, hung):
+    switch = HungSwitch(hung)
+    sound_idx = ["disk", "second"].index(hung) ^ 1
+    patience = Patience(put_seconds=0.3, flush_seconds=0.3, close_seconds=0.3)
+    store = TierStore.open(
+        two_tiers(tmp_path, cascade),
+        CHUNKS.manifest,
+        open_backend=switch.open,
+        patience=patience,
+    )
+    try:
+        for first in range(0, 120, 4):
+            assert CHUNKS.put(store, range(first, first + 4)) == 4
+        with pytest.raises(BackendError, match=rf"^flush: tier {hung}: [^;]*has not moved[^;]*$"):
+            store.flush()
+        assert recorded(store, range(120), sound_idx) == list(range(120))
+        assert CHUNKS.found(store, range(110, 120)) == list(range(110, 120))
+        started = time.monotonic()
+        store.close()
+        assert time.monotonic() - started < 30  # with default patience of each step: a minute
+        (message,) = [r.getMessage() for r in caplog.records if "close without" in r.getMessage()]
+        assert f"tier {hung}" in message
+        assert "chunks wait" in message
+    finally:
+        switch.off()
+        store.close()
+
+
+def test_a_device_that_hangs_in_its_flush_is_named_in_time(tmp_path):
+    goes_on = threading.Event()
+
+    class HungFlush(_Switched):
+        def sync(self):
+            goes_on.wait()
+
+    def opener(config, manifest, **ranks):
+        return HungFlush(open_backend(config, manifest, **ranks), Switch())
+
+    patience = Patience(flush_seconds=0.3, close_seconds=0.3)
+    store = TierStore.open(
+        config_of(tmp_path), CHUNKS.manifest, open_backend=opener, patience=patience
+    )
+    try:
+        CHUNKS.put(store, range(4))
+        with pytest.raises(BackendError, match="tier disk: no flush within"):
+            store.flush()
+        assert CHUNKS.found(store, range(4)) == list(range(4))
+        store.close()
+    finally:
+        goes_on.set()

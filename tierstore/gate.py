@@ -1,0 +1,78 @@
+"""One call at a time, and none within another one of the same thread."""
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from tierstore.errors import ReentryError
+from tierstore.io_pool import is_pool_thread
+
+__all__ = ["Gate"]
+
+Answer = TypeVar("Answer")
+
+
+class Gate:
+    """Lets the calls of several threads through one by one; refuses a call within a call.
+
+    Between any two steps of a call, its thread may run foreign code: a signal handler, a `__del__`,
+    a handler of log records. A lock would block such a thread for ever, and a re-entrant one let it
+    change what the call is changing.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # A thread is noted before it asks for the lock and until it has left it, so that there is
+        # no moment at which it holds the lock and is not known to.
+        self._inside: set[int] = set()
+
+    def is_inside(self) -> bool:
+        """Return whether a call of this thread is under way, or waits for its turn."""
+        return threading.get_ident() in self._inside
+
+    def run(self, call: Callable[[], Answer]) -> Answer:
+        """Wait for the calls of other threads, then call.
+
+        Raises:
+            ReentryError: the thread is in a call already, or is one that the store works with.
+        """
+        self._require_outside()
+        thread_id = threading.get_ident()
+        try:
+            self._inside.add(thread_id)
+            with self._lock:
+                return call()
+        finally:
+            self._inside.discard(thread_id)
+
+    def try_run(self, call: Callable[[], None], timeout_seconds: float = 0) -> bool:
+        """Call unless calls of other threads last longer than `timeout_seconds`; return whether.
+
+        For a thread of the store's own, and for one that must not wait long.
+        """
+        thread_id = threading.get_ident()
+        try:
+            self._inside.add(thread_id)
+            if not self._lock.acquire(timeout=timeout_seconds):
+                return False
+            try:
+                call()
+            finally:
+                self._lock.release()
+        finally:
+            self._inside.discard(thread_id)
+        return True
+
+    def _require_outside(self) -> None:
+        if self.is_inside():
+            raise ReentryError(
+                "a call of this thread to the store is under way, and this one came from within "
+                "it (a signal handler, a __del__, a log handler, a sequence of keys); nothing was "
+                "changed: let that code leave the store alone, or note what it wants for later"
+            )
+        if is_pool_thread():
+            raise ReentryError(
+                "this thread does the I/O of a store (a backend, a log handler or a __del__ called "
+                "from it), and the call would wait for it; nothing was changed: call from a thread "
+                "of your own"
+            )

@@ -1,0 +1,112 @@
+"""Chunks in memory that a tier should have by its rule and has not."""
+
+import itertools
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+
+from tierstore.key import OffloadKey
+
+__all__ = ["FailedDemotes"]
+
+_WRITES_UNTIL_RETRY_MAX = 1 << 8
+
+
+class FailedDemotes:
+    """Remembers chunks whose demote failed, with the reason, and when to ask for them again.
+
+    All of them are asked for again at each flush. Those that a device or a catalog refused are
+    also when a write succeeds: it may be back. A chunk may fail for ever where others succeed, so
+    the number of writes in between doubles.
+
+    Holds what is resident at most: whoever keeps this tells what left memory.
+    """
+
+    def __init__(self) -> None:
+        self._refused: dict[OffloadKey, str] = {}
+        self._unasked: dict[OffloadKey, str] = {}
+        """The write queue was full. Newer chunks have its room, until somebody flushes."""
+        self._retrying: dict[OffloadKey, str] = {}
+        """To be asked for again; with what became of them last."""
+        self._asked: set[OffloadKey] = set()
+        """Taken, and not known yet to have failed again."""
+        self._writes_until_retry = 1
+        self._backoff = 1
+
+    def __bool__(self) -> bool:
+        return bool(self._refused or self._unasked or self._retrying)
+
+    def __contains__(self, key: OffloadKey) -> bool:
+        return key in self._refused or key in self._unasked or key in self._retrying
+
+    def keys(self) -> list[OffloadKey]:
+        """Return the chunks that are not in the tier."""
+        return [*self._refused, *self._unasked, *self._retrying]
+
+    @property
+    def is_retrying(self) -> bool:
+        """Whether `take` has something to give."""
+        return bool(self._retrying)
+
+    def note_refused(self, keys: Collection[OffloadKey], reason: str) -> int:
+        """Remember resident chunks that the device or the catalog refused.
+
+        Returns how many of them had not failed before.
+        """
+        self._refused.update(dict.fromkeys(keys, reason))
+        known_count = len(self._asked)
+        self._asked.difference_update(keys)
+        return len(keys) - (known_count - len(self._asked))
+
+    def note_unasked(self, keys: Collection[OffloadKey], reason: str) -> None:
+        """Remember resident chunks that found no room in the write queue."""
+        self._unasked.update(dict.fromkeys(keys, reason))
+
+    def drop(self, keys: Iterable[OffloadKey]) -> None:
+        """Take note of chunks that left memory, or are asked for anyway."""
+        if self:
+            for key in keys:
+                self._refused.pop(key, None)
+                self._unasked.pop(key, None)
+                self._retrying.pop(key, None)
+
+    def on_recorded(self, keys: Collection[OffloadKey]) -> None:
+        """Take note of chunks that have a record now."""
+        self.drop(keys)
+        if self._asked:
+            self._asked.difference_update(keys)
+            if not self._asked and not self._refused:
+                self._writes_until_retry = self._backoff = 1
+
+    def clear(self) -> None:
+        """Forget all."""
+        self.drop(self.keys())
+        self._asked.clear()
+
+    def on_written(self) -> None:
+        """Take note of a write that succeeded."""
+        if self._refused and not self._retrying:
+            self._writes_until_retry -= 1
+            if self._writes_until_retry <= 0:
+                self._backoff = min(2 * self._backoff, _WRITES_UNTIL_RETRY_MAX)
+                self._writes_until_retry = self._backoff
+                self._retrying, self._refused = self._refused, {}
+
+    def begin_retry(self) -> None:
+        """Ask again for all of them."""
+        self._retrying.update(self._refused)
+        self._retrying.update(self._unasked)
+        self._refused.clear()
+        self._unasked.clear()
+
+    def take(self, count: int) -> Sequence[OffloadKey]:
+        """Return up to `count` chunks to ask for again; what fails of them is to be noted anew."""
+        chosen = list(itertools.islice(self._retrying, max(0, count)))
+        for key in chosen:
+            del self._retrying[key]
+        self._asked.update(chosen)
+        return chosen
+
+    def count_by_reason(self) -> Counter[str]:
+        """Count the chunks that are not in the tier."""
+        parts = (self._refused, self._unasked, self._retrying)
+        return Counter(itertools.chain.from_iterable(part.values() for part in parts))

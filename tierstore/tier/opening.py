@@ -1,0 +1,104 @@
+"""Opening the control half of all configured tiers, or none of them."""
+
+from collections.abc import Sequence
+
+from tierstore.clock import Clock, MonotonicClock
+from tierstore.config import StoreConfig
+from tierstore.layout import GroupKind, GroupSpec
+from tierstore.manifest import Manifest
+from tierstore.metrics import Counters, Metric
+from tierstore.tier.cascade import Cascade
+from tierstore.tier.catalog import Catalog
+from tierstore.tier.primary import PrimaryTier
+from tierstore.tier.residency import ResidencyLog
+from tierstore.tier.secondary import SecondaryTier
+from tierstore.tier.stack import TierStack
+
+__all__ = ["check_tiers", "open_stack"]
+
+_HUNG_SHARE = 4
+"""Each tier's hung reads may hold one part of so many of the pool; then it is not asked for more.
+
+What is running when it begins to hang can go beyond that, by one task of each of its threads."""
+
+
+def open_stack(
+    config: StoreConfig,
+    manifest: Manifest,
+    *,
+    rank_count: int,
+    counters: Counters,
+    residency: ResidencyLog | None = None,
+    clock: Clock | None = None,
+) -> TierStack:
+    """Open the control half of all configured tiers; `residency` is told what comes and goes.
+
+    `clock` measures for how long a record that failed is not offered; tests give their own.
+
+    Raises:
+        ConfigError: a capacity is too small.
+        CatalogError, ManifestError: a secondary tier cannot be opened; none stays open.
+    """
+    groups = manifest.group_specs()
+    primary = _primary(config, groups)
+    secondaries: list[SecondaryTier] = []
+    try:
+        for tier_idx, tier in enumerate(config.secondary):
+            secondaries.append(
+                SecondaryTier.open(tier, manifest, tier_idx=tier_idx, rank_count=rank_count)
+            )
+            if secondaries[-1].damage:
+                counters.add(Metric.DISCARDED_CATALOGS, label=tier.name)
+            if secondaries[-1].is_foreign:
+                counters.add(Metric.COLD_STARTS, label=tier.name)
+    except BaseException:
+        for secondary in secondaries:
+            secondary.close()
+        raise
+    # Write-behind pins chunks: half of the primary tier always stays free for the engine. One
+    # chunk at least, or none would ever be written.
+    share_bytes = config.primary.capacity_bytes // (2 * max(1, len(config.secondary)))
+    chunk_bytes = max((group.chunk_bytes for group in groups), default=0)
+    cascades = [
+        Cascade(
+            tier_idx=tier_idx,
+            config=tier,
+            groups=groups,
+            primary=primary,
+            secondary=secondary,
+            counters=counters,
+            queue_bytes_max=max(chunk_bytes, min(tier.io.write_queue_bytes, share_bytes)),
+        )
+        for tier_idx, (tier, secondary) in enumerate(
+            zip(config.secondary, secondaries, strict=True)
+        )
+    ]
+    return TierStack(
+        groups,
+        primary,
+        secondaries,
+        cascades,
+        counters,
+        hung_bytes_max=config.primary.capacity_bytes // _HUNG_SHARE,
+        clock=clock or MonotonicClock(),
+        residency=residency,
+    )
+
+
+def check_tiers(config: StoreConfig, manifest: Manifest, *, rank_count: int) -> None:
+    """Raise what `open_stack` would raise, for a process that does not need the tiers itself.
+
+    Creates the directories of secondary tiers, as `open_stack` does; leaves nothing open.
+
+    Raises:
+        ConfigError: a capacity is too small, or a path belongs to another kind of tier.
+        CatalogError, ManifestError: a secondary tier cannot be opened.
+    """
+    _primary(config, manifest.group_specs())
+    for tier in config.secondary:
+        Catalog.open(tier, manifest, rank_count=rank_count).close()
+
+
+def _primary(config: StoreConfig, groups: Sequence[GroupSpec]) -> PrimaryTier:
+    slot_bytes = [0 if group.kind is GroupKind.UNCACHED else group.slot_bytes for group in groups]
+    return PrimaryTier(config.primary, slot_bytes)
