@@ -167,7 +167,7 @@ class Harness:
         return answer
 
     def check_capacity(self):
-        allowed = self.catalog.budget().space_pages
+        allowed = self.catalog.budget().space_pages_max
         assert self.disk.pages() * self.ranks <= allowed
 
     def located(self, *numbers):

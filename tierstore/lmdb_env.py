@@ -133,6 +133,7 @@ class LmdbEnv:
         self.admission = admission
         """What was found in its file when it was opened."""
         self._env = env
+        self._page_bytes = int(env.stat()["psize"])
         self._key = key
         self._lock = lock
         self._is_sealed = False
@@ -299,7 +300,7 @@ class LmdbEnv:
     def used_bytes(self) -> int:
         """Return the bytes that the data file has reached; it never shrinks."""
         with self._translated():
-            return (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
+            return (self._env.info()["last_pgno"] + 1) * self._page_bytes
 
     @contextmanager
     def _translated(self) -> Iterator[None]:

@@ -15,6 +15,7 @@ from tierstore.layout import PAGE_BYTES
 from tierstore.lmdb_env import LmdbEnv
 from tierstore.tier.catalog_messages import (
     Evict,
+    ForgetNamespace,
     Placed,
     Refused,
     ReleaseDone,
@@ -156,6 +157,26 @@ def test_a_catalog_over_its_share_evicts_and_does_not_refuse(tmp_path):
         assert all(harness.located(*numbers))
     stats = harness.catalog.stats()
     assert 500 < stats.record_count < 4000
+    assert harness.catalog.check() == []
+    harness.catalog.close()
+    LmdbEnv.open(tmp_path / "catalog", map_bytes=1).close()
+
+
+def test_a_catalog_over_its_share_removes_garbage_before_records(tmp_path):
+    LmdbEnv.open(tmp_path / "catalog", map_bytes=2 * MIB)
+    harness = Harness(tmp_path, capacity=64 * MIB, chunk=4096)
+    fill(harness, 0, 100)
+    harness.writer.handle([ForgetNamespace(harness.manifest.namespace)])
+    harness.take()
+    harness.release()
+    evicted_count = harness.catalog.stats().evicted_count
+    seed = 1000
+    while harness.writer.has_garbage:
+        assert harness.catalog.stats().evicted_count == evicted_count
+        assert isinstance(harness.store(*random_numbers(seed, 8)), Placed)
+        seed += 1
+        assert seed < 2000, "garbage is not removed"
+    assert seed > 1003
     assert harness.catalog.check() == []
     harness.catalog.close()
     LmdbEnv.open(tmp_path / "catalog", map_bytes=1).close()

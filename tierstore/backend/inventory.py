@@ -1,5 +1,6 @@
 """Which segments lie below the path of a tier, whether or not a catalog knows them."""
 
+from contextlib import suppress
 from pathlib import Path
 
 from tierstore.config import SecondaryConfig
@@ -41,12 +42,14 @@ def stored_segments(config: SecondaryConfig, geometry: SpaceGeometry) -> dict[in
 
 
 def _segment_files(directory: Path) -> dict[int, int]:
-    files = {_number(path.stem): path for path in directory.glob("*.seg")}
-    return {
-        segment: -(-path.stat().st_blocks * _BLOCK_BYTES // PAGE_BYTES)
-        for segment, path in files.items()
-        if segment
-    }
+    pages: dict[int, int] = {}
+    for path in directory.glob("*.seg"):
+        segment = _number(path.stem)
+        # Another process may remove it before we look at it.
+        with suppress(FileNotFoundError):
+            if segment:
+                pages[segment] = -(-path.stat().st_blocks * _BLOCK_BYTES // PAGE_BYTES)
+    return pages
 
 
 def _number(name: str) -> int:

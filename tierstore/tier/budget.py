@@ -2,10 +2,11 @@
 
 The catalog's file never shrinks, and a transaction writes to copies of pages: what the last two
 freed cannot be used again yet. So a catalog is charged what its file has, and at least what its
-living pages may need.
+living pages may need. Whoever charges payload leaves a margin for what the rows grow until they are
+measured again.
 
-    |<------ live ------>|<---- copies ---->|<- growth ->|      needed
-    |<------------- file ------------->|<- growth ->|           had
+    |<------ live ------>|<---- copies ---->|<- margin, growth ->|
+    |<------------- file ------------->|<- margin, growth ->|
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from tierstore.geometry import SpaceGeometry
 from tierstore.lmdb_env import Database, Transaction
 from tierstore.tier.catalog_schema import Databases, OwnerRow, StateRow
 
-__all__ = ["GROWTH_PAGES", "Budget", "read_owners"]
+__all__ = ["GROWTH_PAGES", "Budget", "CatalogSize", "count_live_pages", "read_owners"]
 
 GROWTH_PAGES = 32
 """By which a file may outgrow what is known of it until that is measured again."""
@@ -23,6 +24,17 @@ GROWTH_PAGES = 32
 _COPIES_PAGES_MAX = 4096
 """Two transactions of 512 records in random order, and a third part for good measure."""
 _MARGIN_PAGES = 96
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CatalogSize:
+    """Pages of a catalog's file."""
+
+    live_pages: int
+    """Those of its rows."""
+    file_pages: int
+    map_pages: int
+    """What the file may grow to in this process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +46,10 @@ class Budget:
     owner_count: int
     needed_pages: int
     """Pages that explain a file of this size: living ones, and copies of them."""
-    catalog_pages: int
-    """What is charged for the catalog."""
     space_pages: int
-    """What the pages charged for payload, on all ranks, may sum up to."""
+    """What the pages charged for payload, on all ranks, may sum up to when more is charged."""
+    space_pages_max: int
+    """What they may ever sum up to: the catalog may have grown since they were charged."""
     is_catalog_over: bool
     """The rows need more than a catalog may have."""
 
@@ -49,25 +61,34 @@ class Budget:
         geometry: SpaceGeometry,
         state: StateRow,
         *,
-        file_pages: int,
-        map_pages: int,
+        size: CatalogSize,
     ) -> Self:
-        """Measure within a transaction; `file_pages` is what the file has, of `map_pages`."""
+        """Measure within a transaction."""
         owners = read_owners(txn, databases)
         capacities = [row.capacity_bytes for row in owners.values()]
         capacity_bytes = min(capacities, default=geometry.capacity_bytes)
-        live_pages = _page_count(txn) + sum(_page_count(txn, db) for db in databases.all())
-        needed_pages = live_pages + min(2 * live_pages, _COPIES_PAGES_MAX) + _MARGIN_PAGES
-        catalog_pages = max(file_pages, needed_pages) + GROWTH_PAGES
+        copies_pages = min(2 * size.live_pages, _COPIES_PAGES_MAX)
+        needed_pages = size.live_pages + copies_pages + _MARGIN_PAGES
+        charged_pages = max(size.file_pages, size.live_pages + copies_pages)
+        reserved_pages = charged_pages + _MARGIN_PAGES + GROWTH_PAGES
+
+        def payload_pages(catalog_pages: int) -> int:
+            return geometry.payload_pages(capacity_bytes, catalog_pages, state.record_count)
+
         return cls(
             capacity_bytes=capacity_bytes,
             owner_count=len(owners),
             needed_pages=needed_pages,
-            catalog_pages=catalog_pages,
-            space_pages=geometry.payload_pages(capacity_bytes, catalog_pages, state.record_count),
+            space_pages=payload_pages(reserved_pages),
+            space_pages_max=payload_pages(charged_pages),
             is_catalog_over=needed_pages
-            > min(geometry.catalog_pages_max(capacity_bytes), map_pages),
+            > min(geometry.catalog_pages_max(capacity_bytes), size.map_pages),
         )
+
+
+def count_live_pages(txn: Transaction, databases: Databases) -> int:
+    """Return the pages of all rows."""
+    return _page_count(txn) + sum(_page_count(txn, db) for db in databases.all())
 
 
 def read_owners(txn: Transaction, databases: Databases) -> dict[int, OwnerRow]:

@@ -24,7 +24,7 @@ from tierstore.layout import PAGE_BYTES
 from tierstore.lmdb_env import LmdbEnv, Transaction
 from tierstore.manifest import Manifest
 from tierstore.record import PLACE_BYTES
-from tierstore.tier.budget import GROWTH_PAGES, Budget
+from tierstore.tier.budget import GROWTH_PAGES, Budget, CatalogSize, count_live_pages
 from tierstore.tier.catalog_check import check_catalog
 from tierstore.tier.catalog_opening import (
     enter_manifest,
@@ -44,6 +44,9 @@ __all__ = ["Catalog", "SecondaryStats"]
 _MAP_BYTES = 1 << 38
 """Addresses, not memory: what a catalog takes is bounded by its `Budget`. The same for everybody,
 since LMDB shuts out a process whose map is smaller than the file has become."""
+
+_UNCOUNTED_ROWS_MAX = 128
+"""Records that come or go before the pages of all rows are counted again."""
 
 _STALE_TRANSACTIONS = 4
 """A reader that has looked at one snapshot for so many transactions of others is not on its way."""
@@ -87,6 +90,8 @@ class Catalog:
         self._owners_directory = config.path / "owners"
         self._active: int | None = None
         self._map_pages = env.map_bytes() // PAGE_BYTES
+        self._last_size: CatalogSize | None = None
+        self._counted_rows = 0
         self._needed_pages = 0
         self._settled_pages = self._file_pages()
 
@@ -183,8 +188,7 @@ class Catalog:
                 txn,
                 self._databases,
                 self.geometry,
-                file_pages=self._file_pages(),
-                map_pages=self._map_pages,
+                size=self._size(txn),
                 owner=self.owner,
                 active=self._active,
             )
@@ -200,8 +204,8 @@ class Catalog:
         make the file larger for good, so all but the necessary has to wait.
         """
         file_pages = self._file_pages()
-        settled_pages = max(self._needed_pages, self._settled_pages) + GROWTH_PAGES
-        if file_pages + GROWTH_PAGES <= settled_pages:
+        # Early enough for what has to be done meanwhile to fit into what is charged anyway.
+        if file_pages <= max(self._needed_pages - 2 * GROWTH_PAGES, self._settled_pages):
             return False
         self._env.forget_dead_readers()
         if self._env.reader_lag() >= _STALE_TRANSACTIONS:
@@ -223,7 +227,7 @@ class Catalog:
             raise damage from error
 
     def is_owner_dead(self, owner: int) -> bool:
-        """Say whether the process that had this owner id is gone."""
+        """Return whether the process that had this owner id is gone."""
         return is_owner_dead(self._owners_directory, owner)
 
     def budget(self) -> Budget:
@@ -244,7 +248,7 @@ class Catalog:
         with self._env.read() as txn:
             state = self._state(txn)
             budget = self._measure(txn, state)
-        fixed_bytes = budget.capacity_bytes - budget.space_pages * PAGE_BYTES
+        fixed_bytes = budget.capacity_bytes - budget.space_pages_max * PAGE_BYTES
         return SecondaryStats(
             record_count=state.record_count,
             payload_bytes=state.payload_bytes,
@@ -281,14 +285,28 @@ class Catalog:
         return state
 
     def _measure(self, txn: Transaction, state: StateRow) -> Budget:
-        return Budget.measure(
-            txn,
-            self._databases,
-            self.geometry,
-            state,
+        size = CatalogSize(
+            live_pages=count_live_pages(txn, self._databases),
             file_pages=self._file_pages(),
             map_pages=self._map_pages,
         )
+        return Budget.measure(txn, self._databases, self.geometry, state, size=size)
+
+    def _size(self, txn: Transaction) -> CatalogSize:
+        """Return the size for a write transaction.
+
+        Pages are counted again when the file or the rows grew: it costs as much as a few records.
+        """
+        size, file_pages = self._last_size, self._file_pages()
+        row_count = int(txn.stat(db=self._databases.records)["entries"])
+        grown_count = abs(row_count - self._counted_rows)
+        if size is None or size.file_pages != file_pages or grown_count > _UNCOUNTED_ROWS_MAX:
+            live_pages = count_live_pages(txn, self._databases)
+            size = self._last_size = CatalogSize(
+                live_pages=live_pages, file_pages=file_pages, map_pages=self._map_pages
+            )
+            self._counted_rows = row_count
+        return size
 
     def _file_pages(self) -> int:
         return self._env.used_bytes() // PAGE_BYTES

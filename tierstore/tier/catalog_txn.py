@@ -113,7 +113,9 @@ class CatalogTxn:
         living = self.space.end_writing(ticket.extents)
         self.space.add_extents(living)
         places = ticket.records["place"]
-        written = np.isin(places["segment"], living["segment"])
+        written = np.ones(len(places), bool)
+        if len(living) < len(ticket.extents):
+            written = np.isin(places["segment"], living["segment"])
         good = written.copy()
         good[[index for index in failed if index < len(good)]] = False
         kept = self._without_records(ticket.keys, np.flatnonzero(good).tolist())

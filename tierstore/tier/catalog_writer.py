@@ -4,11 +4,9 @@ Synchronous: `SecondaryTier` calls it in its mailbox's thread, tests call it dir
 one transaction; tickets, waiting requests and events change only after it committed.
 """
 
-import itertools
 import logging
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import cast
 
 from tierstore.clock import Clock
 from tierstore.errors import (
@@ -20,6 +18,7 @@ from tierstore.errors import (
 )
 from tierstore.key import NAMESPACE_BYTES, OffloadKey
 from tierstore.tier.catalog import Catalog
+from tierstore.tier.catalog_batches import batches, joined_touches
 from tierstore.tier.catalog_messages import (
     BeginEpoch,
     Committed,
@@ -47,7 +46,6 @@ __all__ = ["CatalogWriter"]
 
 _logger = logging.getLogger(__name__)
 
-_BATCH_KEYS_MAX = 512
 _WAITING_MAX = 1024
 _SYNC_SECONDS = 5.0
 _STARVATION_SECONDS = 1.0
@@ -90,7 +88,7 @@ class CatalogWriter:
     def handle(self, operations: Iterable[Operation]) -> None:
         """Apply operations in order; never raises for a failing catalog."""
         retained, self._retained = self._retained, []
-        for batch in _batches([*retained, *operations]):
+        for batch in batches([*retained, *operations]):
             if isinstance(batch[0], ForgetNamespace):
                 self._forget(batch[0])
             elif isinstance(batch[0], SweepGarbage):
@@ -174,8 +172,9 @@ class CatalogWriter:
         opened: dict[int, Ticket] = {}
         waiting = self.waiting.copy()
         events: list[SecondaryEvent] = []
+        sweep = self._sweep
         with self._catalog.transaction(self._pins) as work:
-            for operation in _joined_touches(batch):
+            for operation in joined_touches(batch):
                 if isinstance(operation, RequestPlaces):
                     waiting.append(operation)
                 else:
@@ -183,7 +182,7 @@ class CatalogWriter:
             if not is_held_back:
                 events.extend(self._adopt_in_time(work))
                 self._place_waiting(work, waiting, closed, opened, events)
-                self._make_catalog_room(work, opened)
+                sweep = self._make_catalog_room(work, opened)
                 self._make_room(work, work.space.ahead_pages())
             has_more = not (is_held_back or work.may_evict())
             freed = work.space.emit()
@@ -193,6 +192,7 @@ class CatalogWriter:
         for ticket in opened.values():
             self._writing.update(ticket.keys)
         self.waiting = waiting
+        self._sweep = None if sweep is None or sweep.is_over else sweep
         if freed:
             events.append(_freed(freed, work.evicted))
         for ticket_id in closed:
@@ -307,14 +307,19 @@ class CatalogWriter:
             if short <= 0 or not work.evict(-(-short // rank_count)):
                 return
 
-    def _make_catalog_room(self, work: CatalogTxn, opened: Mapping[int, Ticket]) -> None:
-        """Evict more records than come, while their rows take more than a catalog may have.
+    def _make_catalog_room(self, work: CatalogTxn, opened: Mapping[int, Ticket]) -> Sweep | None:
+        """Remove more rows than come while they take more than a catalog may have: garbage first.
 
-        No more at once: pages of rows that went are free only when all on them have gone.
+        No more at once: pages of rows that went are free only when all on them have gone. Returns
+        how far the sweep has come.
         """
-        if work.space.budget.is_catalog_over and self._sweep is None:
-            coming = sum(len(ticket.keys) for ticket in opened.values())
-            work.evict(0, max(_OVER_EVICT_MIN, 2 * coming))
+        if not work.space.budget.is_catalog_over:
+            return self._sweep
+        if self._sweep is not None:
+            return work.sweep(self._sweep)
+        coming = sum(len(ticket.keys) for ticket in opened.values())
+        work.evict(0, max(_OVER_EVICT_MIN, 2 * coming))
+        return None
 
     def _adopt_in_time(self, work: CatalogTxn) -> list[SecondaryEvent]:
         """Adopt what owners left who died since the last look: their capacity holds no longer."""
@@ -399,46 +404,6 @@ class CatalogWriter:
         if cause not in self._logged:
             self._logged.add(cause)
             _logger.warning("%s: cause=%s", event, error)
-
-
-def _batches(operations: Iterable[Operation]) -> Iterable[list[Operation]]:
-    """Cut operations into transactions of bounded size; what is one by itself stands alone.
-
-    Garbage is swept by an idle writer alone.
-    """
-    batch: list[Operation] = []
-    key_count = 0
-    operations = list(operations)
-    for operation in operations:
-        if isinstance(operation, SweepGarbage) and len(operations) > 1:
-            continue
-        if isinstance(operation, ForgetNamespace | SweepGarbage):
-            if batch:
-                yield batch
-            yield [operation]
-            batch, key_count = [], 0
-            continue
-        batch.append(operation)
-        key_count += len(getattr(operation, "keys", ()))
-        if key_count >= _BATCH_KEYS_MAX:
-            yield batch
-            batch, key_count = [], 0
-    if batch:
-        yield batch
-
-
-def _joined_touches(batch: Sequence[Operation]) -> Iterable[Operation]:
-    """Join touches that follow each other, with the same outcome.
-
-    Each touch of all records there are would cost a page of the map until the transaction ends, and
-    what gathers behind a slow transaction is hundreds of them.
-    """
-    for kind, operations in itertools.groupby(batch, type):
-        if kind is TouchKeys:
-            touches = (cast("TouchKeys", operation).keys for operation in operations)
-            yield TouchKeys(tuple(itertools.chain.from_iterable(touches)))
-        else:
-            yield from operations
 
 
 def _freed(release: tuple[int, PendingRow], evicted: Sequence[OffloadKey] = ()) -> Freed:

@@ -110,7 +110,7 @@ class SecondaryTier:
         return self._lookups.places(keys)
 
     def states(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
-        """Say of each key whether it is recorded, absent, or (arriving) still being looked up.
+        """Return of each key whether it is recorded, absent, or (arriving) being looked up still.
 
         Costs a step a few lookups at most: a thread does the others until the question is repeated.
         """
@@ -213,7 +213,7 @@ class SecondaryTier:
         return polled
 
     def has_messages(self) -> bool:
-        """Say whether `poll` has something to return, or will have without being asked."""
+        """Return whether `poll` has something to return, or will have without being asked."""
         # In this order: what the writer does leaves events behind before it is idle.
         return not self._mailbox.wait_idle(0) or bool(self._writer.events or self._touched)
 

@@ -11,7 +11,7 @@ from tierstore.errors import CatalogDamagedError
 from tierstore.geometry import SpaceGeometry, segment_overhead_pages
 from tierstore.lmdb_env import Database, Transaction
 from tierstore.record import EXTENT_RECORDS_MAX
-from tierstore.tier.budget import Budget
+from tierstore.tier.budget import Budget, CatalogSize
 from tierstore.tier.catalog_schema import (
     EXTENT_DTYPE,
     RUN_DTYPE,
@@ -48,8 +48,7 @@ class Space:
         databases: Databases,
         geometry: SpaceGeometry,
         *,
-        file_pages: int,
-        map_pages: int,
+        size: CatalogSize,
         owner: int,
         active: int | None,
     ) -> None:
@@ -64,9 +63,7 @@ class Space:
             raise CatalogDamagedError("the state row is missing")
         self.state = state
         self.pending = PendingRows(txn, databases, state)
-        self.budget = Budget.measure(
-            txn, databases, geometry, state, file_pages=file_pages, map_pages=map_pages
-        )
+        self.budget = Budget.measure(txn, databases, geometry, state, size=size)
         self._stored_state = state.pack()
         self._segments: dict[int, SegmentRow | None] = {}
         self._extents: dict[int, ExtentRow | None] = {}
@@ -393,7 +390,7 @@ class Space:
             self._shrunk.add(segment)
 
     def _mark_empty(self, segment: int) -> bool:
-        """Say whether a segment holds nothing any more; then all of it is pending."""
+        """Return whether a segment holds nothing any more; then all of it is pending."""
         row = self.segment(segment)
         if row.state == SegmentState.DEAD:
             is_empty = not row.writing_count
