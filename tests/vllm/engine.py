@@ -19,6 +19,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from groups import alignment_of, held_blocks
 from preloaded import run_preloaded
 
 __all__ = [
@@ -46,6 +47,13 @@ class Round:
     continues: str | None = None
     """An earlier round: its prompts and answers stand before the prompts of this one."""
     max_tokens: int = 8
+    ends_before_block: int = 0
+    """Cut each prompt so that this many tokens are missing to whole blocks of every group; 0: none.
+
+    A longer answer then needs further blocks, however large they are.
+    """
+    measures: bool = False
+    """Count the blocks that the first prompt's request holds; in the engine's own process only."""
     reset: bool = True
     """Empty the engine's own prefix cache first: only tierstore can hit then."""
     adapter: tuple[str, str] | None = None
@@ -107,6 +115,10 @@ class EngineResult:
 
     `aborted{stage}` is how many requests were aborted while waiting, loading, or decoding.
     """
+    alignment_tokens: int
+    """Hits end at multiples of this: the engine says how large blocks are."""
+    held_blocks: dict[str, int]
+    """Of each round that measures."""
     log: str
 
 
@@ -145,7 +157,9 @@ def run_engine(job: EngineJob, folder: Path, *, timeout_seconds: float = 600) ->
     rounds = {
         name: [Answer(**answer) for answer in answers] for name, answers in result["rounds"].items()
     }
-    return EngineResult(rounds, result["metrics"], text)
+    return EngineResult(
+        rounds, result["metrics"], result["alignment_tokens"], result["held_blocks"], text
+    )
 
 
 def engine_environment(*, separate_process: bool) -> dict[str, str]:
@@ -167,6 +181,8 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
     from vllm import SamplingParams
 
     llm = _open(job)
+    alignment_tokens = alignment_of(llm)
+    held: dict[str, int] = {}
     prompts: dict[str, list[list[int]]] = {}
     rounds: dict[str, list[dict[str, Any]]] = {}
     aborted: Counter[str] = Counter()
@@ -182,7 +198,7 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
             detokenize=False,
             ignore_eos=True,
         )
-        prompts[name] = _prompts(batch, prompts, rounds)
+        prompts[name] = _prompts(batch, prompts, rounds, alignment_tokens)
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts[name]]
         if batch["aborts"]:
             aborted += _abort(llm, inputs, sampling)
@@ -195,6 +211,9 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
             for some in batches
             for output in llm.generate(some, sampling, use_tqdm=False, lora_request=adapter)
         ]
+        if batch["measures"]:
+            _reset(llm)
+            held[name] = held_blocks(llm, prompts[name][0], sampling)
         if batch["announces"]:
             _announce(llm, Path(batch["announces"]))
     metrics = read_metrics(llm) | {f"aborted{{{stage}}}": n for stage, n in aborted.items()}
@@ -204,7 +223,12 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
         globals()["kept"] = llm  # until the interpreter ends, as the globals of a script are
     else:
         llm.llm_engine.engine_core.shutdown()
-    return {"rounds": rounds, "metrics": metrics}
+    return {
+        "rounds": rounds,
+        "metrics": metrics,
+        "alignment_tokens": alignment_tokens,
+        "held_blocks": held,
+    }
 
 
 def adapter_request(name: str, path: str, **changes: Any) -> Any:
@@ -277,9 +301,18 @@ def _terminate(llm: Any) -> None:
 
 
 def _prompts(
-    batch: dict[str, Any], prompts: dict[str, list[list[int]]], rounds: dict[str, Any]
+    batch: dict[str, Any],
+    prompts: dict[str, list[list[int]]],
+    rounds: dict[str, Any],
+    alignment_tokens: int,
 ) -> list[list[int]]:
     earlier = batch["continues"]
+    if batch["ends_before_block"]:
+        ends = [
+            len(prompt) // alignment_tokens * alignment_tokens - batch["ends_before_block"]
+            for prompt in batch["prompts"]
+        ]
+        return [prompt[:end] for prompt, end in zip(batch["prompts"], ends, strict=True)]
     if earlier is None:
         return batch["prompts"]
     turns = zip(prompts[earlier], rounds[earlier], batch["prompts"], strict=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import engine_environment, read_metrics
+from groups import alignment_of
 from leaks import find_leaks
 from preloaded import run_preloaded
 
@@ -262,7 +263,8 @@ def main(phases: dict[str, Callable[[Lab], dict[str, Any]]]) -> None:
     """
     job = json.loads(Path(sys.argv[1]).read_text())
     lab = Lab(job)
-    found: dict[str, Any] = {"cold": lab.ask(lab.prompts)}
+    found: dict[str, Any] = {"alignment_tokens": alignment_of(lab.llm)}
+    found["cold"] = lab.ask(lab.prompts)
     for name in job["phases"]:
         print(f"--- {name}", flush=True)
         found[name] = phases[name](lab)

@@ -22,10 +22,11 @@ _SHARED_TOKENS = 200
 _VARIED_LENGTH = 320
 _VARIED_AT = (3, 160, 315)
 _MORE_TOKENS = 40
-_CROWD_SHARED_TOKENS = 300
-_CROWD_LENGTH = 530
-_CROWD_FIRST_MAX = 560
-"""Of longer ones a hybrid model keeps no state that early."""
+_CROWD_LENGTH = 576
+_CROWD_MISSING_TOKENS = 32
+_CROWD_SHARED = range(210, 334)
+"""Lengths of the first prompts that the crowd continues: within what is left of it when it is cut
+to whole blocks of up to 288 tokens."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class Scenario:
 
     model: Path
     dtype: str
-    alignment_tokens: int
-    """Hits end at multiples of this."""
+    alignment_tokens: int = 0
+    """Hits end at multiples of this. The engine says it; 0: it was not asked yet."""
     keeps_decoded: bool = True
     """Whether what an answer adds can be found again; vLLM keeps no state that decoding passes."""
 
@@ -61,13 +62,21 @@ class Scenario:
 
     @property
     def crowd(self) -> list[list[int]]:
-        """Prompts that begin like first ones; with 64 tokens of answer they outgrow any block."""
+        """Prompts that begin like first ones, as far as a hybrid model keeps their state."""
         return [
-            prompt[:_CROWD_SHARED_TOKENS]
-            + self._tokens(f"crowd-{i}", _CROWD_LENGTH - _CROWD_SHARED_TOKENS)
+            prompt[:-1] + self._tokens(f"crowd-{i}", _CROWD_LENGTH - len(prompt) + 1)
             for i, prompt in enumerate(self.first)
-            if _CROWD_SHARED_TOKENS <= len(prompt) <= _CROWD_FIRST_MAX
+            if len(prompt) in _CROWD_SHARED
         ]
+
+    def crowd_round(self, **changes: Any) -> Round:
+        """Let the crowd's answers outgrow their blocks, however large."""
+        return Round(
+            prompts=self.crowd,
+            max_tokens=2 * _CROWD_MISSING_TOKENS,
+            ends_before_block=_CROWD_MISSING_TOKENS,
+            **changes,
+        )
 
     def expected_first(self) -> list[int]:
         """Cached tokens of the first prompts once they were computed: all but the last token's."""
@@ -79,7 +88,8 @@ class Scenario:
 
     def expected_crowd(self) -> list[int]:
         """Cached tokens of the crowd once the first prompts were computed."""
-        return [self._aligned(_CROWD_SHARED_TOKENS)] * len(self.crowd)
+        lengths = [len(prompt) for prompt in self.first if len(prompt) in _CROWD_SHARED]
+        return [self._aligned(length - 1) for length in lengths]
 
     def expected_second_turn(self) -> list[int]:
         """Cached tokens of the second turn: the answer's last token was never computed."""

@@ -18,7 +18,6 @@ from tiny_models import DTYPES, build_model
 pytestmark = pytest.mark.vllm
 
 LENGTHS = (129, 320, 500, 900)
-ALIGNMENT_TOKENS = {"llama": 32, "gemma3": 32, "qwen3_next": 288}
 DAMAGES = {"flipped": "corrupt", "truncated": "absent", "removed": "absent"}
 QUIET = ["hit_sources", "salts", "questions"]
 PHASES = {
@@ -35,10 +34,8 @@ class Run:
 
     def __init__(self, family: str, policy: str, folder: Path) -> None:
         path = build_model(family, folder)
-        scenario = Scenario(path, DTYPES[family], ALIGNMENT_TOKENS[family])
+        scenario = Scenario(path, DTYPES[family])
         prompts = [prompt for prompt in scenario.first if len(prompt) in LENGTHS]
-        alignment = ALIGNMENT_TOKENS[family]
-        self.hits = [(len(prompt) - 1) // alignment * alignment for prompt in prompts]
         work = folder / f"{family}-{policy}"
         work.mkdir()
         job = {
@@ -51,6 +48,8 @@ class Run:
         }
         self.found = run_lab("disturbing.py", "run", job, work)
         self.tokens = self.found["cold"]["tokens"]
+        alignment = self.found["alignment_tokens"]
+        self.hits = [(len(prompt) - 1) // alignment * alignment for prompt in prompts]
 
     def assert_answers(self, asked: dict[str, Any], cached: list[int] | None = None) -> None:
         """The answers must be those of the first, cold run; `cached` tokens must have been hit."""

@@ -22,11 +22,11 @@ from scenario import (
 
 pytestmark = pytest.mark.vllm
 
-ALIGNMENT_TOKENS = {"llama": 32, "mistral": 32, "qwen3_next": 288, "gemma3": 32}
 NOISE = {"float32": 1e-3, "bfloat16": 0.25}
 MEMORY_ONLY = {"version": 1, "primary": {"capacity": "96MiB"}}
-SMALL_CACHE_BLOCKS = {"llama": 54, "mistral": 36, "qwen3_next": 40, "gemma3": 160}
-"""In which not all requests of the crowd find room; a window needs less of it."""
+SMALL_CACHE_REQUESTS = {"llama": 2, "mistral": 1.5, "qwen3_next": 3, "gemma3": 1.6}
+"""For so many requests of the crowd there is room, but for one block. What is measured of a window
+is how much it holds when the answer begins; then it gives most of that back."""
 
 
 @dataclass
@@ -52,14 +52,10 @@ class Models:
 
             folder = self._folder / f"{family}-runs"
             path = build_model(family, self._folder)
-            scenario = Scenario(
-                path,
-                DTYPES[family],
-                ALIGNMENT_TOKENS[family],
-                keeps_decoded=family != "qwen3_next",
-            )
-            rounds = scenario.rounds() | {"crowd": Round(prompts=scenario.crowd, max_tokens=64)}
-            reference = run_engine(scenario.job(rounds), folder)
+            scenario = Scenario(path, DTYPES[family], keeps_decoded=family != "qwen3_next")
+            rounds = scenario.rounds() | {"crowd": scenario.crowd_round(measures=True)}
+            reference = run_engine(scenario.job(rounds, separate_process=False), folder)
+            scenario = replace(scenario, alignment_tokens=reference.alignment_tokens)
             self._models[family] = Model(scenario, NOISE[DTYPES[family]], folder, reference)
         return self._models[family]
 
@@ -116,8 +112,11 @@ def run(request: pytest.FixtureRequest, models: Models) -> Iterator[TierRun]:
     restarted = run_engine(
         scenario.job(again, config=config, separate_process=separate), model.folder
     )
-    crowds = {name: Round(prompts=scenario.crowd, max_tokens=64) for name in ("disk", "memory")}
-    small = {"num_gpu_blocks_override": SMALL_CACHE_BLOCKS[family], "max_model_len": 640}
+    crowds = {name: scenario.crowd_round() for name in ("disk", "memory")}
+    held_blocks = model.reference.held_blocks["crowd"]
+    # One of them is the null block, so one is missing.
+    small_blocks = int(SMALL_CACHE_REQUESTS[family] * held_blocks)
+    small = {"num_gpu_blocks_override": small_blocks, "max_model_len": 640}
     preempted = run_engine(
         scenario.job(crowds, config=config, separate_process=separate, engine=small), model.folder
     )

@@ -208,7 +208,7 @@ def test_an_engine_with_one_group_that_cannot_be_cached_moves_nothing(tmp_path: 
     from scenario import Scenario, tier_config
     from tiny_models import DTYPES, build_model
 
-    scenario = Scenario(build_model("qwen3_next", tmp_path), DTYPES["qwen3_next"], 288)
+    scenario = Scenario(build_model("qwen3_next", tmp_path), DTYPES["qwen3_next"])
     one = Round(prompts=[prompt for prompt in scenario.first if len(prompt) > 320], one_by_one=True)
     rounds = {"first": one, "second": one}
     config = tier_config("file", tmp_path / "tier")
