@@ -22,6 +22,7 @@ Bytes = npt.NDArray[np.uint8]
 
 DIGEST_BYTES = 16
 _ROWS_MIN = 256
+_REPORTED_MAX = 6
 _NEXT_FROM = 8
 _IS_NEXT = np.arange(1 << 12) % DIGEST_BYTES >= _NEXT_FROM
 
@@ -145,11 +146,17 @@ class KnownGroup:
                 is_wrong &= ~(is_last[:, None, None] & _IS_NEXT[: found.shape[-1]])
             wrong = np.flatnonzero(is_wrong.any(axis=(1, 2)))
             if len(wrong):
-                self._report(layer, (what, start), wrong, blocks, found[:, 0], chain)
+                found_at = {(start + i, int(blocks[i])): found[i, 0] for i in wrong.tolist()}
+                self._report(layer, what, found_at, chain)
         return end - start
 
-    def copy_state(self, source: int, target: int) -> None:
-        """Copy one block's state to another block."""
+    def clear(self, block: int) -> None:
+        """Fill one block with zeros."""
+        for layer in self.layers:
+            layer.pages[block] = 0
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy one block to another one."""
         for layer in self.layers:
             layer.pages[target] = layer.pages[source]
 
@@ -165,9 +172,7 @@ class KnownGroup:
         for layer in self.layers:
             found = layer.pages[block]
             if not np.array_equal(found, layer.fill(chain.rows(length - 1, length))[0, 0]):
-                wrong = np.array([0])
-                blocks = np.array([block])
-                self._report(layer, (what, length - 1), wrong, blocks, found[None], chain)
+                self._report(layer, what, {(length - 1, block): found}, chain)
 
     def _where(
         self, table: Sequence[int], start: int, end: int
@@ -178,22 +183,16 @@ class KnownGroup:
         )
 
     def _report(
-        self,
-        layer: KnownLayer,
-        where: tuple[str, int],
-        wrong: Any,
-        blocks: Any,
-        found: Bytes,
-        chain: Chain,
+        self, layer: KnownLayer, where: str, wrong: dict[tuple[int, int], Bytes], chain: Chain
     ) -> None:
-        what, start = where
+        """Say what the wrong positions hold instead, by position and block."""
         lines = []
-        for i in wrong[:6].tolist():
-            digest = (found[i][:DIGEST_BYTES] ^ layer.mask).tobytes()
-            holds = chain.known.get(digest, f"bytes {found[i][:8].tobytes().hex()}")
-            lines.append(f"[{start + i}] in block {int(blocks[i])} holds {holds}")
+        for (position, block), found in list(wrong.items())[:_REPORTED_MAX]:
+            digest = (found[:DIGEST_BYTES] ^ layer.mask).tobytes()
+            holds = chain.known.get(digest, f"bytes {found[:8].tobytes().hex()}")
+            lines.append(f"[{position}] in block {block} holds {holds}")
         raise WrongByteError(
-            f"{what}: group {self.group_idx} ({self.kind.name}), layer {layer.name}, weights "
+            f"{where}: group {self.group_idx} ({self.kind.name}), layer {layer.name}, weights "
             f"{chain.weights}: {len(wrong)} wrong positions: {'; '.join(lines)}"
         )
 

@@ -144,24 +144,28 @@ class SimulatedRunner:
         cached = output.scheduled_cached_reqs
         for name in output.finished_req_ids:
             self._requests.pop(name, None)
-        self.preempted_count += len(output.preempted_req_ids or ())
-        for name in (*(output.preempted_req_ids or ()), *cached.resumed_req_ids):
+        preempted = tuple(output.preempted_req_ids or ())
+        self.preempted_count += len(preempted)
+        for name in (*preempted, *cached.resumed_req_ids):
             if name in self._requests:
                 self._requests[name].state_column = None
                 self._requests[name].accepted = 1
-        for block in output.new_block_ids_to_zero or ():
-            for group in self._groups:
-                if group.kind is not GroupKind.STATE:
-                    for layer in group.layers:
-                        layer.pages[block] = 0
-        for copy in output.kv_cache_block_copies or ():
-            for group in self._groups:
-                group.copy_state(copy.src_block_id, copy.dst_block_id)
+        self._prepare_blocks(output)
         for new in output.scheduled_new_reqs:
             self._begin(new.req_id, new.prompt_token_ids, new.block_ids, new.num_computed_tokens)
         for i, name in enumerate(cached.req_ids):
             self._go_on(cached, i, name)
         return [self._row(output, name) for name in output.num_scheduled_tokens]
+
+    def _prepare_blocks(self, output: Any) -> None:
+        """Zero and copy the blocks that vLLM names, all groups' layers, before any is computed."""
+        for group in self._groups:
+            if group.kind is not GroupKind.STATE:
+                for block in output.new_block_ids_to_zero or ():
+                    group.clear(block)
+        for copy in output.kv_cache_block_copies or ():
+            for group in self._groups:
+                group.copy_block(copy.src_block_id, copy.dst_block_id)
 
     def _begin(self, name: str, tokens: Any, tables: Any, computed: int) -> None:
         chain = Chain(name, self.weights, self.known)
@@ -245,7 +249,7 @@ class SimulatedRunner:
                     table = request.tables[group.group_idx]
                     source, target = table[before + request.accepted - 1], table[now]
                     group.verify_state(source, row.start, request.chain, f"{request.name} moves")
-                    group.copy_state(source, target)
+                    group.copy_block(source, target)
                 request.accepted = 1
             request.state_column = now
 
@@ -306,7 +310,7 @@ class SimulatedRunner:
             if target != column or bias:
                 for group in self._state_groups():
                     table = request.tables[group.group_idx]
-                    group.copy_state(table[column + bias], table[target])
+                    group.copy_block(table[column + bias], table[target])
 
     def _propose(self, rows: Sequence[_Row]) -> None:
         """Guess what comes next; a draft model's layers are written on the way."""

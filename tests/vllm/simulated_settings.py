@@ -18,7 +18,6 @@ __all__ = [
     "BLOCK_TOKENS",
     "DRAFT_LAYER",
     "FAMILIES",
-    "WINDOW_TOKENS",
     "EngineMemory",
     "EngineSettings",
     "make_engine_config",
@@ -26,42 +25,19 @@ __all__ = [
 ]
 
 BLOCK_TOKENS = 4
-WINDOW_TOKENS = 9
 LENGTH_MAX = 96
 DRAFT_LAYER = "z_draft.0"
 _PAGE_BYTES = 512
 
 
-def _attention() -> Any:
-    return attention(block_size=BLOCK_TOKENS, num_kv_heads=1)
-
-
-def _window() -> Any:
-    return window(block_size=BLOCK_TOKENS, num_kv_heads=1, sliding_window=WINDOW_TOKENS)
-
-
-def _narrow_window() -> Any:
-    return window(
-        block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=16, sliding_window=WINDOW_TOKENS
-    )
-
-
-def _state(guess_count: int) -> Any:
-    return state(
-        _PAGE_BYTES,
-        block_size=BLOCK_TOKENS,
-        shapes=((5, 8), (2, 4, 8)),
-        num_speculative_blocks=guess_count,
-    )
-
-
-FAMILIES: dict[str, Any] = {
-    "full": lambda _: {"a.0": _attention(), "a.1": _attention()},
-    "windows": lambda _: {"a.0": _attention(), "w.0": _window()},
-    "wide windows": lambda _: {"a.0": _attention(), "w.0": _narrow_window()},
-    "states": lambda guesses: {"a.0": _attention(), "s.0": _state(guesses)},
-    "all": lambda guesses: {"a.0": _attention(), "s.0": _state(guesses), "w.0": _window()},
+FAMILIES = {
+    "full": ("a.0", "a.1"),
+    "windows": ("a.0", "w.0"),
+    "wide windows": ("a.0", "n.0"),
+    "states": ("a.0", "s.0"),
+    "all": ("a.0", "s.0", "w.0"),
 }
+"""Layers by name: attention, window, one with narrow heads (of larger blocks then), state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +47,7 @@ class EngineSettings:
     family: str
     is_async: bool = False
     speculation: Speculation = field(default_factory=Speculation)
+    window_tokens: int = 9
     block_count: int = 60
     step_tokens_max: int = 24
     running_max: int = 5
@@ -81,14 +58,34 @@ class EngineSettings:
     reserves_all: bool = True
 
 
+def _layers(settings: "EngineSettings") -> Specs:
+    names = FAMILIES[settings.family]
+    if settings.speculation.has_draft_layers:
+        names += (DRAFT_LAYER,)
+    return {name: _layer(name[0], settings) for name in names}
+
+
+def _layer(letter: str, settings: "EngineSettings") -> Any:
+    sizes = {"block_size": BLOCK_TOKENS, "num_kv_heads": 1}
+    if letter == "s":
+        return state(
+            _PAGE_BYTES,
+            block_size=BLOCK_TOKENS,
+            shapes=((5, 8), (2, 4, 8)),
+            num_speculative_blocks=settings.speculation.token_count,
+        )
+    if letter in "wn":
+        head_size = 16 if letter == "n" else 32
+        return window(**sizes, head_size=head_size, sliding_window=settings.window_tokens)
+    return attention(**sizes)
+
+
 class EngineMemory:
     """KV caches as vLLM's `EngineCore` plans and allocates them."""
 
     def __init__(self, vllm_config: Any, settings: EngineSettings) -> None:
         register_all_kvcache_specs(vllm_config)
-        layers: Specs = FAMILIES[settings.family](settings.speculation.token_count)
-        if settings.speculation.has_draft_layers:
-            layers[DRAFT_LAYER] = _attention()
+        layers = _layers(settings)
         layout = KVCacheLayout[settings.layout]
         groups = planning.get_kv_cache_groups(vllm_config, dict(layers))
         block_bytes = planning._get_kv_cache_bytes_per_block(groups, layout)
@@ -113,7 +110,7 @@ def make_engine_config(settings: EngineSettings, config: dict[str, Any]) -> Any:
     """Only what the scheduler reads, beside what the connector and the allocation do."""
     made = make_vllm_config(KVCacheLayout[settings.layout])
     speculation = settings.speculation
-    has_states = "s.0" in FAMILIES[settings.family](0)
+    has_states = "s.0" in FAMILIES[settings.family]
     vars(made.cache_config).update(
         block_size=BLOCK_TOKENS,
         num_gpu_blocks=settings.block_count,

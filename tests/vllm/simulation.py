@@ -21,7 +21,6 @@ from simulated_runner import Speculation
 from simulated_settings import (
     BLOCK_TOKENS,
     FAMILIES,
-    WINDOW_TOKENS,
     EngineSettings,
     tier_config,
 )
@@ -78,7 +77,8 @@ def draw_scenario(seed: int, family: str | None = None) -> Scenario:
     guesses = draw.choice([0, 0, 2, 3])
     speculation = Speculation(guesses, guesses > 0 and draw.random() < 0.5, draw.choice([0.5, 0.8]))
     step_tokens = draw.choice([12, 24, 48])
-    block_count, group_count = _blocks_needed(family, speculation, step_tokens)
+    window_tokens = draw.choice([3, 5, 9])
+    block_count, group_count = _blocks_needed(family, speculation, window_tokens + 2 * step_tokens)
     has_disk = draw.random() < 0.5
     is_rough = draw.random() < 0.6
     return Scenario(
@@ -87,6 +87,7 @@ def draw_scenario(seed: int, family: str | None = None) -> Scenario:
             family=family,
             is_async=draw.random() < 0.6,
             speculation=speculation,
+            window_tokens=window_tokens,
             block_count=int(block_count * draw.choice([1.0, 1.2, 1.6, 2.5])) + 1,
             step_tokens_max=step_tokens,
             running_max=draw.choice([2, 4, 8]),
@@ -96,7 +97,7 @@ def draw_scenario(seed: int, family: str | None = None) -> Scenario:
             reserves_all=draw.random() < 0.5,
         ),
         chances=Chances(
-            copy_waits=draw.choice([0.15, 0.5, 0.9]),
+            copy_happens=draw.choice([0.15, 0.5, 0.9]),
             task_waits=0.5,
             task_hangs=0.05 if is_rough else 0.0,
             read_fails=0.03 if is_rough else 0.0,
@@ -108,13 +109,13 @@ def draw_scenario(seed: int, family: str | None = None) -> Scenario:
     )
 
 
-def _blocks_needed(family: str, speculation: Speculation, step_tokens: int) -> tuple[int, int]:
+def _blocks_needed(family: str, speculation: Speculation, window_tokens: int) -> tuple[int, int]:
     """Count the blocks that the longest request needs by itself, and the groups."""
     length = TEXT_TOKENS + ANSWER_TOKENS_MAX + 2 * speculation.token_count + BLOCK_TOKENS
     whole = -(-length // BLOCK_TOKENS) + 1
-    window = min(whole, -(-(WINDOW_TOKENS + 2 * step_tokens) // BLOCK_TOKENS) + 1)
-    needed = {"a": whole, "w": window, "s": 3 + speculation.token_count}
-    groups = sorted({name[0] for name in FAMILIES[family](0)})
+    window = min(whole, -(-window_tokens // BLOCK_TOKENS) + 1)
+    needed = {"a": whole, "w": window, "n": window, "s": 3 + speculation.token_count}
+    groups = sorted({name[0] for name in FAMILIES[family]})
     if speculation.has_draft_layers and family != "full":
         groups.append("a")  # one group more
     return sum(needed[group] for group in groups), len(groups)

@@ -45,10 +45,14 @@ _TURN_COUNT_MAX = 100_000
 
 @dataclass(slots=True)
 class Chances:
-    """How often something goes another way than the straight one, per call."""
+    """How likely things are."""
 
-    copy_waits: float = 0.5
+    copy_happens: float = 0.5
+    """The next copy of a direction, in a turn."""
+    mail_is_read: float = 0.5
+    """In a turn."""
     task_waits: float = 0.5
+    """Some steps; and what follows, each task and each call."""
     task_hangs: float = 0.0
     read_fails: float = 0.0
     read_flips: float = 0.0
@@ -133,7 +137,9 @@ class SteppedMailbox:
         return True
 
     def turn(self, *, finish: bool) -> bool:
-        if not self._items or not (finish or self._machine.acts(self._machine.chances.task_waits)):
+        if not self._items or not (
+            finish or self._machine.acts(self._machine.chances.mail_is_read)
+        ):
             return False
         batch, self._items = self._items, []
         self._handle(batch)
@@ -186,7 +192,7 @@ class LateCopyEngine:
     def turn(self, *, finish: bool) -> bool:
         is_busy = False
         for queue in (self._offloads, self._loads):
-            while queue and (finish or self._machine.acts(self._machine.chances.copy_waits)):
+            while queue and (finish or self._machine.acts(self._machine.chances.copy_happens)):
                 self._copy_first(queue)
                 is_busy = True
         return is_busy
