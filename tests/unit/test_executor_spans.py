@@ -38,7 +38,7 @@ def test_reads_are_short_whatever_the_extents_and_writes_take_whole_ones(chunk_b
     fields = extents_of(counts)
     promote = Promote(tier_idx=0, group_idx=0, **fields)
     reads = cuts_of(split_spans(promote, 5, chunk_bytes, 8))
-    demote = Demote(job_id=JobId(1), tier_idx=0, group_idx=0, **fields)
+    demote = Demote(job_id=JobId(1), tier_idx=0, group_idx=0, owner=1, **fields)
     writes = cuts_of(split_spans(demote, 0, chunk_bytes, 8))
     for cuts in (reads, writes):
         assert [start for start, _ in cuts] == [0, *(stop for _, stop in cuts[:-1])]
