@@ -21,6 +21,7 @@ from tierstore.layout import GroupSpec
 from tierstore.metrics import Counters, Metric
 from tierstore.tier.catalog_messages import Committed, Freed, Placed, Refused
 from tierstore.tier.primary import PrimaryTier
+from tierstore.tier.residency import ResidencyLog
 from tierstore.tier.secondary import SecondaryTier
 from tierstore.transfer import Command, Demote, JobId, Release, TransferDone
 
@@ -67,11 +68,13 @@ class Cascade:
         secondary: SecondaryTier,
         counters: Counters,
         queue_bytes_max: int,
+        residency: ResidencyLog | None = None,
     ) -> None:
         """Share the tiers with the stack.
 
         `queue_bytes_max` bounds what this tier pins in the primary tier for its write-behind.
         """
+        self._residency = residency
         self._tier_idx = tier_idx
         self._config = config
         self._groups = groups
@@ -134,6 +137,11 @@ class Cascade:
         else:
             self._drop(len(unsettled), "evicted_before_written")
 
+    def on_erased(self, keys: Sequence[OffloadKey]) -> None:
+        """Take note of records that this tier has no more."""
+        if self._residency is not None:
+            self._residency.erased(self._config.name, keys)
+
     def record_victims(self, coldest: Sequence[OffloadKey]) -> int:
         """Demote those of the next victims that need it; return how many would be lost now."""
         if not self.records_victims:
@@ -170,6 +178,7 @@ class Cascade:
                 self._counters.add(
                     Metric.EVICTED_CHUNKS, len(event.evicted), label=self._config.name
                 )
+                self.on_erased(event.evicted)
                 commands.append(self._start_release(event, new_job_id()))
         if self._unreleased:
             self._calls_until_retry -= 1
@@ -310,6 +319,11 @@ class Cascade:
         writing = self._committing.pop(committed.ticket, None)
         if writing is not None:  # otherwise it was cancelled
             self._secondary.on_recorded(writing.keys)
+            if self._residency is not None:
+                # Some could not be written, or the catalog failed.
+                places = self._secondary.locate(writing.keys)
+                found = [k for k, place in zip(writing.keys, places, strict=True) if place]
+                self._residency.recorded(self._config.name, found)
             self._finish_keys(writing.group_idx, writing.keys)
 
     def _finish_keys(self, group_idx: int, keys: Sequence[OffloadKey]) -> None:

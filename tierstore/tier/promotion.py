@@ -166,9 +166,12 @@ class Promotions:
     ) -> None:
         secondary = self._secondaries[promote.tier_idx]
         self._primary.abort(lost)
+        if self._residency is not None:
+            self._residency.lost(lost)
         secondary.unpin([*arrived, *lost])
         if worthless:
             secondary.remove(worthless)
+            self._cascades[promote.tier_idx].on_erased(worthless)
         if arrived:
             self.commit(promote.group_idx, arrived, source_idx=promote.tier_idx)
             secondary.touch(arrived[::-1])

@@ -121,6 +121,7 @@ class TierStack:
                 secondary=secondary,
                 counters=counters,
                 queue_bytes_max=max(chunk_bytes, min(tier.io.write_queue_bytes, share_bytes)),
+                residency=residency,
             )
             for tier_idx, (tier, secondary) in enumerate(
                 zip(config.secondary, secondaries, strict=True)
@@ -209,7 +210,10 @@ class TierStack:
             lost.update(i for i, key in enumerate(keys) if key in self._doomed)
             self._doomed.difference_update(keys)
         if lost:
-            self._primary.abort([keys[i] for i in sorted(lost)])
+            dropped = [keys[i] for i in sorted(lost)]
+            self._primary.abort(dropped)
+            if self._residency is not None:
+                self._residency.lost(dropped)
             keys = tuple(key for i, key in enumerate(keys) if i not in lost)
         chunk_bytes = self._groups[reservation.group_idx].chunk_bytes
         self._offloaded_chunks.add(len(keys))
@@ -268,6 +272,8 @@ class TierStack:
             if slots is None:
                 for undone in reserved:
                     self._primary.abort(undone.keys)
+                    if self._residency is not None:
+                        self._residency.lost(undone.keys)
                 return None
             reserved.append(dataclasses.replace(promote, slots=slots))
         for promote in reserved:
@@ -373,6 +379,8 @@ class TierStack:
                 self._residency.left(reservation.evicted)
             for cascade in self._cascades:
                 cascade.on_evicted(reservation.evicted)
+        if self._residency is not None:
+            self._residency.arriving(tail_first)
         if self._cascades:
             self.demote_victims(group_idx, _DEMOTE_AHEAD * len(tail_first))
         return reservation.slots[::-1]
