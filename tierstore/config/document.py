@@ -158,10 +158,16 @@ class OffloadSection(_Section):
     """Consecutive blocks of the engine that are kept and evicted together."""
     decode: bool = True
     """Offload blocks that generated tokens filled, not only those of the prompt."""
+    events: bool = False
+    """Publish what comes to the tiers and leaves them as the engine's KV cache events."""
 
     def build(self) -> OffloadConfig:
         """Return the section as the rest of tierstore sees it."""
-        return OffloadConfig(blocks_per_chunk=self.blocks_per_chunk, decode=self.decode)
+        return OffloadConfig(
+            blocks_per_chunk=self.blocks_per_chunk,
+            decode=self.decode,
+            events=self.events,
+        )
 
 
 class GpuSection(_Section):

@@ -84,6 +84,8 @@ class OffloadConfig:
     blocks_per_chunk: int = 1
     decode: bool = True
     """Offload blocks that generated tokens filled, not only those of the prompt."""
+    events: bool = False
+    """Publish what comes to the tiers and leaves them as the engine's KV cache events."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

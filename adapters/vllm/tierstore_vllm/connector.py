@@ -24,6 +24,7 @@ from tierstore.config import StoreConfig, load_config
 from tierstore.errors import ConfigError, TierStoreError
 from tierstore.manifest import Manifest
 from tierstore_vllm.drain import drain
+from tierstore_vllm.events import describe_event_groups
 from tierstore_vllm.identity import check_block_hashes
 from tierstore_vllm.layout import describe_engine
 from tierstore_vllm.messages import StepMetadata, WorkerHello, WorkerReport
@@ -170,12 +171,13 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if manifest is not None:
             try:
                 shape = describe_engine(self._vllm_config, self._kv_cache_config)
-                events = self._vllm_config.kv_events_config
                 self._scheduler = SchedulerHalf.open(
                     self._config,
                     manifest,
                     shape,
-                    publishes_events=events is not None and events.enable_kv_cache_events,
+                    event_groups=describe_event_groups(
+                        self._config, self._vllm_config, self._kv_cache_config
+                    ),
                 )
                 _share_shutdown(hellos, self._scheduler)
             except ConfigError:
@@ -240,7 +242,7 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return False, None
 
     def take_events(self) -> "Iterable[KVCacheEvent]":
-        """Return what came to and left host memory since the last call, for vLLM's publisher."""
+        """Return what came to the tiers and what left them since the last call, for listeners."""
         return () if self._scheduler is None else self._scheduler.take_events()
 
     def has_pending_push_work(self) -> bool:

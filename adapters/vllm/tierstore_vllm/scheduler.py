@@ -36,7 +36,7 @@ from tierstore.planner import (
 )
 from tierstore.tier.residency import ResidencyLog
 from tierstore.tier.stack import TierStack
-from tierstore_vllm.events import EventSource
+from tierstore_vllm.events import EventGroup, EventSource, TokenSpan
 from tierstore_vllm.layout import EngineShape
 from tierstore_vllm.lora import AdapterRequests
 from tierstore_vllm.messages import Adapter, AdapterUse, RankTally, StepMetadata, WorkerReport
@@ -116,6 +116,7 @@ class SchedulerHalf:
         *,
         offload_decode: bool = True,
         residency: ResidencyLog | None = None,
+        event_groups: Sequence[EventGroup] = (),
     ) -> None:
         """Take over open tiers; `close` closes them. `residency` is what the stack writes to."""
         self._stack = stack
@@ -127,7 +128,14 @@ class SchedulerHalf:
         self._events = (
             None
             if residency is None
-            else EventSource(residency, self._groups, self._adapters.block_hash)
+            else EventSource(
+                residency,
+                self._groups,
+                manifest.namespace,
+                hash_tokens=shape.hash_block_tokens,
+                own_hash=self._adapters.block_hash,
+                event_groups=event_groups,
+            )
         )
         self._planner = OffloadPlanner(
             self._groups,
@@ -156,18 +164,18 @@ class SchedulerHalf:
         manifest: Manifest,
         shape: EngineShape,
         *,
-        publishes_events: bool = False,
+        event_groups: Sequence[EventGroup] | None = None,
     ) -> Self:
         """Open the tiers of the engine whose ranks agreed on `manifest`.
 
-        `publishes_events`: somebody calls `take_events` at every step.
+        `event_groups`: what events say of each group, if somebody takes them at every step.
 
         Raises:
             ConfigError: a capacity is too small.
             CatalogError, ManifestError: a secondary tier cannot be opened.
         """
         counters = Counters()
-        residency = ResidencyLog() if publishes_events else None
+        residency = None if event_groups is None else ResidencyLog()
         stack = TierStack.open(
             config,
             manifest,
@@ -182,6 +190,7 @@ class SchedulerHalf:
             counters,
             offload_decode=config.offload.decode,
             residency=residency,
+            event_groups=event_groups or (),
         )
 
     @_guarded(None, is_fatal=False)
@@ -241,6 +250,8 @@ class SchedulerHalf:
         hit_tokens = question.local_tokens + external_tokens
         target = LoadTarget(question.local_tokens, hit_tokens, fresh)
         question.disk_tokens = self._planner.begin_load(request.request_id, target) or 0
+        if self._events is not None:
+            self._describe([TokenSpan(request, 0, hit_tokens)])
 
     @_guarded({}, is_fatal=False)
     def get_external_cache_hit_sources(
@@ -291,7 +302,25 @@ class SchedulerHalf:
     @_guarded(NOTHING_PLANNED, is_fatal=True)
     def _plan(self, output: "SchedulerOutput | None") -> PlannedStep:
         step = EngineStep() if output is None else self._reader.read(output)
-        return self._planner.plan_step(step)
+        planned = self._planner.plan_step(step)
+        if self._events is not None:
+            computed = [(p.request_id, p.computed_tokens, p.ready_tokens) for p in step.progress]
+            states = [
+                (b.request_id, b.boundary_tokens, b.boundary_tokens) for b in step.state_blocks
+            ]
+            self._describe(
+                [
+                    TokenSpan(self._requests[request_id], first, end)
+                    for request_id, first, end in (*computed, *states)
+                ]
+            )
+        return planned
+
+    @_guarded(None, is_fatal=False)
+    def _describe(self, spans: Sequence[TokenSpan]) -> None:
+        """Note what the chunks hold that were reserved a moment ago."""
+        if self._events is not None:
+            self._events.describe(spans)
 
     @_guarded(None, is_fatal=True)
     def take_report(self, report: WorkerReport) -> None:
@@ -353,6 +382,8 @@ class SchedulerHalf:
         self._manifest = self._manifest.in_epoch(secrets.token_hex(8))
         self._planner.reset(self._manifest)
         self._adapters.reset()
+        if self._events is not None:
+            self._events.reset(self._manifest.namespace)
         _logger.info("cache was reset: what is stored from now on is found by this engine only")
         return True
 
@@ -363,7 +394,7 @@ class SchedulerHalf:
 
     @_guarded((), is_fatal=False)
     def take_events(self) -> "Sequence[KVCacheEvent]":
-        """Return what came to and left the primary tier since the last call."""
+        """Return what came to the tiers and what left them since the last call."""
         return () if self._events is None else self._events.take()
 
     def check(self) -> list[str]:
