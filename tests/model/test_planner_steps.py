@@ -21,6 +21,7 @@ from tierstore.planner import (
 )
 from tierstore.planner.offload import OFFLOAD_COUNT_MAX
 from tierstore.planner.planner import IDLE_STEP_COUNT_MAX, WAIT_COUNT_MAX, WAIT_SECONDS_MAX
+from tierstore.testing.spread import spread_hashes
 from tierstore.transfer import TransferDone
 
 
@@ -54,7 +55,7 @@ def open_planner(
         alignment_tokens=alignment_tokens,
         draft_groups=draft_groups,
     )
-    planner.add_request("r", [number.to_bytes(8, "big") for number in range(chunk_count)])
+    planner.add_request("r", spread_hashes(range(chunk_count)))
     table = FullTable("r", [list(range(1, chunk_count + 1))], 0)
     assert not planner.plan_step(EngineStep(full_tables=[table])).plan
     return planner

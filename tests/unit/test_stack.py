@@ -10,6 +10,7 @@ from tierstore.executor import TransferExecutor
 from tierstore.layout import PAGE_BYTES
 from tierstore.metrics import Counters
 from tierstore.plane_loop import PlaneLoop
+from tierstore.testing.spread import spread_hashes
 from tierstore.tier.reservation import ChunkState
 from tierstore.tier.residency import ResidencyLog
 from tierstore.tier.stack import TierStack
@@ -22,7 +23,7 @@ RECORDED, RESIDENT = ChunkState.RECORDED, ChunkState.RESIDENT
 
 
 def keys(*numbers):
-    return make_offload_keys(MANIFEST.namespace, 0, [bytes([number]) * 32 for number in numbers])
+    return make_offload_keys(MANIFEST.namespace, 0, spread_hashes(numbers))
 
 
 @dataclass
