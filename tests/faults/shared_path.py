@@ -99,7 +99,7 @@ class EngineProcess:
                 "chunk_bytes": CHUNK_BYTES[model],
                 "model": model,
                 "seed": seed,
-                "resets": 0.1,
+                "resets": 0.03,
             }
         )
 

@@ -49,9 +49,11 @@ from tierstore.manifest import GroupManifest
 from tierstore.metrics import Counters
 from tierstore.plane_loop import PlaneLoop
 from tierstore.tier.reservation import ChunkState
-from tierstore.tier.residency import ResidencyLog
+from tierstore.tier.residency import ResidencyChange, ResidencyLog
 from tierstore.tier.stack import TierStack
 from tierstore_vllm.events import EventGroup, EventSource, TokenSpan, describe_event_groups
+from tierstore_vllm.layout import EngineShape
+from tierstore_vllm.scheduler import SchedulerHalf
 
 CHUNK_BYTES = 256 << 10
 HASH_TOKENS = 4
@@ -118,6 +120,7 @@ class Engine:
             }
         )
         self._is_reset = False
+        self._epochs = itertools.count()
         self._open(self.manifest)
 
     def _open(self, manifest: Manifest) -> None:
@@ -171,7 +174,7 @@ class Engine:
         """Reset vLLM's own pool, then the tiers, with events that nobody has taken yet."""
         self._is_reset = True
         self.listener.take(AllBlocksCleared())
-        self._named = self.manifest.in_epoch(random.Random(5).randbytes(4).hex())
+        self._named = self.manifest.in_epoch(f"epoch {next(self._epochs)}")
         self.stack.reset(self._named)
         self._source.reset(self._named.namespace)
 
@@ -359,6 +362,34 @@ def test_events_are_published_if_both_configurations_say_so(
     expected = (EventGroup("sliding_window", 64),) if enabled and wanted else None
     assert groups == expected
     assert ("offload.events" in caplog.text) is (wanted and not enabled)
+
+
+class BrokenLog(ResidencyLog):
+    """A log that cannot be read."""
+
+    def take(self) -> list[ResidencyChange]:
+        raise RuntimeError("broken")
+
+
+def test_events_that_fail_end_and_the_cache_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    manifest = make_manifest(1)
+    config = load_config({"primary": {"capacity": "4MiB"}})
+    log, counters = BrokenLog(), Counters()
+    stack = TierStack.open(config, manifest, rank_count=1, counters=counters, residency=log)
+    shape = EngineShape(rank_count=1, hash_block_tokens=HASH_TOKENS, alignment_tokens=HASH_TOKENS)
+    half = SchedulerHalf(stack, manifest, shape, counters, residency=log)
+    request = make_requests(2 * HASH_TOKENS)[0]
+    for _ in range(20):
+        assert list(half.take_events()) == []
+        half.on_new_request(request)
+        assert half.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert half.reset_cache()
+    assert not half.has_given_up
+    assert caplog.text.count("KV cache events end") == 1
+    key = make_offload_keys(manifest.namespace, 0, [bytes(32)])
+    stack.finish_offload(stack.reserve_offload(0, key))
+    assert log.take_undescribed() == []
+    half.close()
 
 
 @pytest.mark.vllm

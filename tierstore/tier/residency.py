@@ -42,10 +42,19 @@ class ResidencyLog:
         self._changes: list[ResidencyChange] = []
         self._undescribed: dict[OffloadKey, None] = {}
         self._descriptions: dict[OffloadKey, object] = {}
+        self._is_stopped = False
+
+    def stop(self) -> None:
+        """Note nothing any more, and forget what was noted: nobody takes it."""
+        self._is_stopped = True
+        self._changes.clear()
+        self._undescribed.clear()
+        self._descriptions.clear()
 
     def arriving(self, keys: Sequence[OffloadKey]) -> None:
         """Note chunks whose slots were reserved a moment ago."""
-        self._undescribed.update(dict.fromkeys(keys))
+        if not self._is_stopped:
+            self._undescribed.update(dict.fromkeys(keys))
 
     def take_undescribed(self) -> list[OffloadKey]:
         """Return the chunks that started to arrive since the last call, and still do."""
@@ -73,8 +82,7 @@ class ResidencyLog:
         if keys:
             forget = self._descriptions.pop
             known = tuple(forget(key, None) for key in keys)
-            change = ResidencyChange(tuple(keys), is_there=False, descriptions=known)
-            self._changes.append(change)
+            self._note(ResidencyChange(tuple(keys), is_there=False, descriptions=known))
 
     def recorded(self, tier_name: str, keys: Sequence[OffloadKey]) -> None:
         """Note resident chunks that a secondary tier has, too, from now on."""
@@ -84,7 +92,7 @@ class ResidencyLog:
     def erased(self, tier_name: str, keys: Sequence[OffloadKey]) -> None:
         """Note records that a secondary tier has lost, of whatever namespace."""
         if keys:
-            self._changes.append(ResidencyChange(tuple(keys), is_there=False, tier_name=tier_name))
+            self._note(ResidencyChange(tuple(keys), is_there=False, tier_name=tier_name))
 
     def take(self) -> list[ResidencyChange]:
         """Return the changes since the last call."""
@@ -93,6 +101,10 @@ class ResidencyLog:
 
     def _came(self, keys: Sequence[OffloadKey], tier_name: str | None) -> None:
         known = tuple(map(self._descriptions.get, keys))
-        self._changes.append(
+        self._note(
             ResidencyChange(tuple(keys), is_there=True, tier_name=tier_name, descriptions=known)
         )
+
+    def _note(self, change: ResidencyChange) -> None:
+        if not self._is_stopped:
+            self._changes.append(change)

@@ -17,7 +17,8 @@ import functools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
@@ -125,6 +126,7 @@ class SchedulerHalf:
         self._tally = RankTally(shape.rank_count)
         self._groups = manifest.group_specs()
         self._adapters = AdapterRequests(shape.rank_count)
+        self._residency = residency
         self._events = (
             None
             if residency is None
@@ -316,11 +318,22 @@ class SchedulerHalf:
             )
         return planned
 
-    @_guarded(None, is_fatal=False)
     def _describe(self, spans: Sequence[TokenSpan]) -> None:
         """Note what the chunks hold that were reserved a moment ago."""
-        if self._events is not None:
-            self._events.describe(spans)
+        with self._telling() as events:
+            if events is not None:
+                events.describe(spans)
+
+    @contextmanager
+    def _telling(self) -> Iterator[EventSource | None]:
+        """Let whatever fails in telling of events end them, and nothing else."""
+        try:
+            yield self._events
+        except Exception as error:
+            _logger.exception("KV cache events end: cause=%s", type(error).__name__)
+            self._events = None
+            if self._residency is not None:
+                self._residency.stop()
 
     @_guarded(None, is_fatal=True)
     def take_report(self, report: WorkerReport) -> None:
@@ -382,8 +395,9 @@ class SchedulerHalf:
         self._manifest = self._manifest.in_epoch(secrets.token_hex(8))
         self._planner.reset(self._manifest)
         self._adapters.reset()
-        if self._events is not None:
-            self._events.reset(self._manifest.namespace)
+        with self._telling() as events:
+            if events is not None:
+                events.reset(self._manifest.namespace)
         _logger.info("cache was reset: what is stored from now on is found by this engine only")
         return True
 
@@ -392,10 +406,13 @@ class SchedulerHalf:
         """Return what was counted since the last call."""
         return self._stats.take()
 
-    @_guarded((), is_fatal=False)
     def take_events(self) -> "Sequence[KVCacheEvent]":
         """Return what came to the tiers and what left them since the last call."""
-        return () if self._events is None else self._events.take()
+        taken: Sequence[KVCacheEvent] = ()
+        with self._telling() as events:
+            if events is not None and not self.has_given_up:
+                taken = events.take()
+        return taken
 
     def check(self) -> list[str]:
         """Return what leaks or contradicts itself, in words (empty: sound)."""
