@@ -70,16 +70,16 @@ class Engine:
                 f"every engine serves: put took {accepted} of {len(numbers)} chunks"
             )
         self.store.flush()
-        self.find(numbers)
+        self.find(numbers, "its own")
 
-    def find(self, numbers):
+    def find(self, numbers, whose="another engine's"):
         """Find what this or another engine has stored."""
         missing = sorted(set(numbers) - set(self.get(numbers)))
         if missing:
             recorded = self.store.match_prefix(self.chunks.keys(numbers)).chunk_count
             raise InvariantError(
                 f"every engine serves: get finds {len(numbers) - len(missing)} of {len(numbers)} "
-                f"chunks, of which {recorded} match now"
+                f"of {whose} chunks, of which {recorded} match now"
             )
 
     def obey(self, command):
