@@ -44,6 +44,7 @@ from tierstore.geometry import SpaceGeometry
 from tierstore.key import OffloadKey, make_offload_keys
 from tierstore.layout import PAGE_BYTES, round_up
 from tierstore.record import EXTENT_RECORDS_MAX, PLACE_DTYPE
+from tierstore.testing.spread import spread_hashes
 from tierstore.transfer import FailureReason, Place
 
 FULL_CHUNKS = ["16KiB", "64KiB", "256KiB", "1MiB", "4MiB", "16MiB"]
@@ -68,7 +69,7 @@ class Data:
 
     def keys(self, run: int) -> list[OffloadKey]:
         """Return the keys of one run."""
-        hashes = [f"{run:08}{i:024}".encode() for i in range(self.count)]
+        hashes = spread_hashes((run, i) for i in range(self.count))
         return make_offload_keys(self.manifest.namespace, 0, hashes)
 
     @property

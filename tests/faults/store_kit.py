@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from tierstore import Manifest, TierStore, make_offload_keys
+from tierstore.testing.spread import spread_hashes
 from tierstore.testing.store_machine import chunk_of
 
 MIB = 1 << 20
@@ -32,8 +33,7 @@ class Chunks:
         return TierStore.open(config, self.manifest)
 
     def keys(self, numbers):
-        hashes = [number.to_bytes(8, "big") for number in numbers]
-        return make_offload_keys(self.manifest.namespace, group_idx=0, block_hashes=hashes)
+        return make_offload_keys(self.manifest.namespace, 0, spread_hashes(numbers))
 
     def array(self, numbers):
         rows = [chunk_of(key, self.chunk_bytes) for key in self.keys(numbers)]

@@ -14,6 +14,7 @@ from tierstore.manifest import Manifest
 from tierstore.metrics import Counters
 from tierstore.record import PLACE_DTYPE
 from tierstore.testing.copy_conformance import BLOCK_COUNT, make_caches
+from tierstore.testing.spread import spread_hashes
 from tierstore.transfer import JobId, Load, LoadPart, Offload, Place, Promote
 
 pytestmark = NEEDS_GPU
@@ -92,11 +93,10 @@ def test_blocks_go_to_slots_and_back(executor, memory) -> None:
 def test_chunks_that_threads_read_arrive_in_their_blocks(executor, memory) -> None:
     places = np.zeros(COUNT, PLACE_DTYPE)
     places["header_page"] = np.arange(COUNT)
-    hashes = [bytes([i]) * 32 for i in range(COUNT)]
     promote = Promote(
         tier_idx=0,
         group_idx=0,
-        keys=tuple(make_offload_keys(Namespace(b"n" * 8), 0, hashes)),
+        keys=tuple(make_offload_keys(Namespace(b"n" * 8), 0, spread_hashes(range(COUNT)))),
         places=tuple(Place(place.tobytes()) for place in places),
         slots=SLOTS,
     )

@@ -11,6 +11,7 @@ from tierstore.key import Namespace
 from tierstore.layout import GroupKind, GroupSpec
 from tierstore.planner.groups import build_group_configs
 from tierstore.planner.match import HitQuestion, match_prefix
+from tierstore.testing.spread import spread_hashes
 from tierstore.tier.reservation import ChunkState
 
 HASH_TOKENS = 2
@@ -66,7 +67,7 @@ def needed_tokens(spec, length):
 @given(data=st.data(), specs=group_specs())
 def test_the_hit_is_the_longest_length_at_which_no_position_is_missing(data, specs):
     token_count = data.draw(st.integers(1, 160), label="token_count")
-    hashes = [i.to_bytes(8, "big") for i in range(token_count // HASH_TOKENS)]
+    hashes = spread_hashes(range(token_count // HASH_TOKENS))
     blocks = math.lcm(*(spec.tokens_per_block for spec in specs))
     local = blocks * data.draw(st.integers(0, token_count // blocks), label="local blocks")
     drafts = draft_groups_of(data, specs)
@@ -140,7 +141,6 @@ def test_a_miss_asks_for_few_chunks():
     stack.locate = lambda keys: asked.extend(keys) or [ChunkState.ABSENT] * len(keys)
     configs = build_group_configs([spec], NAMESPACE, 2)
 
-    hashes = [i.to_bytes(8, "big") for i in range(4096)]
-    match_prefix(stack, configs, HitQuestion(hashes, 0, 8192))
+    match_prefix(stack, configs, HitQuestion(spread_hashes(range(4096)), 0, 8192))
 
     assert len(asked) <= 64

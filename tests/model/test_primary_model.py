@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tierstore.config import PrimaryConfig
 from tierstore.key import OffloadKey
 from tierstore.layout import PAGE_BYTES
+from tierstore.testing.spread import spread_hash
 from tierstore.tier.primary import PrimaryTier
 
 numbers = st.integers(0, 25)
@@ -15,7 +16,7 @@ GROUP_COUNT = 3
 
 
 def keys_of(group_idx, chosen):
-    return [OffloadKey(b"%d-%06d" % (group_idx, number)) for number in chosen]
+    return [OffloadKey(b"%d" % group_idx + spread_hash(number)) for number in chosen]
 
 
 def mostly(known):

@@ -1,12 +1,11 @@
 """The store against a dict, over every backend, cascade and eviction policy."""
 
-import hashlib
-
 import numpy as np
 import pytest
 from hypothesis import settings
 
 from tierstore import Manifest, TierStore, make_offload_keys
+from tierstore.testing.spread import spread_hashes
 from tierstore.testing.store_machine import make_store_machine
 
 MANIFEST = Manifest.simple("machine", chunk_bytes=12_288)
@@ -80,8 +79,7 @@ def test_a_get_does_not_lose_what_it_evicts(tmp_path, stored, asked):
         capacity="64MiB",
         cascade="on_evict",
     )
-    hashes = [hashlib.sha256(bytes([n])).digest() for n in range(20)]
-    keys = make_offload_keys(MANIFEST.namespace, 0, hashes)
+    keys = make_offload_keys(MANIFEST.namespace, 0, spread_hashes(range(20)))
     rows = np.repeat(np.arange(20, dtype=np.uint8)[:, None], 12_288, axis=1)
     with open_store(tmp_path, MANIFEST) as store:
         assert store.put([keys[i] for i in stored], rows[stored]) == len(stored)

@@ -15,6 +15,7 @@ import pytest
 
 from tierstore.key import OffloadKey
 from tierstore.policy import make_policy
+from tierstore.testing.spread import spread_hash
 
 LRU_TAIL_FIRST = {
     ("mooncake_conv_first60", 586): 0.0408,
@@ -80,7 +81,7 @@ def synthetic_requests(seed, session_count=120, turn_count=8):
     """Sessions that grow by a few blocks per turn, their turns interleaved."""
     print("seed", seed)
     draw = random.Random(seed)
-    shared = [OffloadKey(b"shared%02d" % number) for number in range(4)]
+    shared = [OffloadKey(spread_hash(("shared", number))) for number in range(4)]
     sessions = [list(shared) for _ in range(session_count)]
     turns = [number for number in range(session_count) for _ in range(turn_count)]
     turns.sort(key=lambda number: number // 10 + draw.random() * 3)
@@ -88,7 +89,7 @@ def synthetic_requests(seed, session_count=120, turn_count=8):
         blocks = sessions[number]
         first = len(blocks)
         blocks += [
-            OffloadKey(b"%04d-%04d" % (number, first + i)) for i in range(draw.randrange(1, 12))
+            OffloadKey(spread_hash((number, first + i))) for i in range(draw.randrange(1, 12))
         ]
         yield list(blocks)
 
@@ -102,7 +103,7 @@ def recorded_requests(name):
     with gzip.open(path, "rt") as lines:
         for line in lines:
             ids = json.loads(line)["hash_ids"]
-            yield [keys.setdefault(i, OffloadKey(i.to_bytes(8, "big"))) for i in ids]
+            yield [keys.setdefault(i, OffloadKey(spread_hash(i))) for i in ids]
 
 
 @pytest.mark.parametrize("capacity", [20, 150, 600])
@@ -112,8 +113,8 @@ def test_lru_has_the_hits_of_a_reference_lru(capacity):
 
 
 def test_arc_keeps_what_was_used_twice_through_a_scan_and_lru_does_not():
-    hot = [OffloadKey(b"hot%05d" % number) for number in range(50)]
-    scan = [[OffloadKey(b"scan%04d" % number)] for number in range(1000)]
+    hot = [OffloadKey(spread_hash(("hot", number))) for number in range(50)]
+    scan = [[OffloadKey(spread_hash(("scan", number)))] for number in range(1000)]
     requests = [hot, hot, *scan, hot]
     asked = sum(map(len, requests))
     assert hit_ratio(requests, "arc", 100) == 100 / asked

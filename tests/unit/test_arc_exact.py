@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from tierstore.key import OffloadKey
 from tierstore.policy.arc import ArcPolicy, _digests
+from tierstore.testing.spread import spread_hash
 
 
 class TextbookArc:
@@ -81,7 +82,7 @@ def miss(policy, capacity, keys, pinned=()):
 
 
 def key_of(number):
-    return OffloadKey(number.to_bytes(8, "big"))
+    return OffloadKey(spread_hash(number))
 
 
 @st.composite

@@ -25,6 +25,7 @@ from tierstore.metrics import Counters
 from tierstore.record import PLACE_DTYPE
 from tierstore.testing.copy_conformance import BLOCK_COUNT, make_caches
 from tierstore.testing.fake_cuda import FakeCuda, FakeDeviceMemory
+from tierstore.testing.spread import spread_hashes
 from tierstore.transfer import FailureReason, JobId, Load, LoadPart, Offload, Place, Promote
 
 PAGE = 512
@@ -224,9 +225,7 @@ def test_a_chunk_is_on_the_gpu_before_the_next_is_read(monkeypatch) -> None:
     promote = Promote(
         tier_idx=0,
         group_idx=0,
-        keys=tuple(
-            make_offload_keys(Namespace(b"n" * 8), 0, [bytes([i]) * 32 for i in range(count)])
-        ),
+        keys=tuple(make_offload_keys(Namespace(b"n" * 8), 0, spread_hashes(range(count)))),
         places=tuple(Place(place.tobytes()) for place in places),
         slots=slots,
     )

@@ -5,6 +5,7 @@ import threading
 import pytest
 
 from tierstore.key import Namespace, make_offload_keys
+from tierstore.testing.spread import spread_hashes
 from tierstore.tier.lookup import ASKED_AT_ONCE_MAX, Lookups
 from tierstore.tier.reservation import ChunkState
 from tierstore.transfer import Place
@@ -17,7 +18,7 @@ class Records:
     """A catalog: the even keys are recorded; notes who asked for what, and can be held up."""
 
     def __init__(self):
-        self.keys = make_offload_keys(Namespace(b"n" * 8), 0, [b"%08d" % i for i in range(4096)])
+        self.keys = make_offload_keys(Namespace(b"n" * 8), 0, spread_hashes(range(4096)))
         self.recorded = set(self.keys[::2])
         self.may_go_on = threading.Event()
         self.may_go_on.set()

@@ -4,11 +4,12 @@ from tierstore.config import PrimaryConfig
 from tierstore.errors import ConfigError
 from tierstore.key import OffloadKey
 from tierstore.layout import PAGE_BYTES
+from tierstore.testing.spread import spread_hash
 from tierstore.tier.primary import PrimaryTier
 
 
 def keys_of(*numbers):
-    return [OffloadKey(number.to_bytes(8, "big")) for number in numbers]
+    return [OffloadKey(spread_hash(number)) for number in numbers]
 
 
 def open_tier(slot_count, slot_bytes=(PAGE_BYTES,), eviction="lru"):

@@ -16,6 +16,7 @@ from tierstore.config import SecondaryConfig
 from tierstore.key import make_offload_keys
 from tierstore.lmdb_env import LmdbEnv
 from tierstore.manifest import Manifest
+from tierstore.testing.spread import spread_hashes
 from tierstore.tier.catalog_messages import Committed, Freed, Placed
 from tierstore.tier.reservation import ChunkState
 from tierstore.tier.secondary import SecondaryTier
@@ -49,7 +50,7 @@ def open_tier(path, capacity=8 * MIB):
 
 
 def keys_of(*numbers, manifest=MANIFEST):
-    return make_offload_keys(manifest.namespace, 0, [b"%016d" % number for number in numbers])
+    return make_offload_keys(manifest.namespace, 0, spread_hashes(numbers))
 
 
 def store(tier, *numbers, ticket=1, manifest=MANIFEST):

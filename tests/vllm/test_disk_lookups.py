@@ -9,6 +9,7 @@ pytest.importorskip("vllm")
 
 from tierstore import Manifest, TierStore, make_offload_keys
 from tierstore.config import load_config
+from tierstore.testing.spread import spread_hashes
 from tierstore.tier.lookup import ASKED_AT_ONCE_MAX
 from tierstore_vllm import scheduler
 from tierstore_vllm.layout import EngineShape
@@ -16,7 +17,7 @@ from tierstore_vllm.scheduler import SchedulerHalf
 
 CHUNK = 4096
 MANIFEST = Manifest.simple("m", CHUNK)
-HASHES = [b"%032d" % number for number in range(20 * ASKED_AT_ONCE_MAX)]
+HASHES = spread_hashes(range(20 * ASKED_AT_ONCE_MAX))
 SHAPE = EngineShape(rank_count=1, hash_block_tokens=1, alignment_tokens=1)
 
 

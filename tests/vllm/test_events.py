@@ -1,94 +1,415 @@
-"""KV cache events say what host memory holds, at every moment and nothing else."""
+"""KV cache events say what host memory and the disk hold, at every moment and nothing else.
 
-from concurrent.futures import ThreadPoolExecutor
+Goal: a listener that believes them knows what the tiers hold, and from the tokens alone. Method: a
+strict listener behind the tiers, through evictions, failed copies, promotions, resets and restarts;
+and behind real vLLM, over its own publisher.
+"""
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
-import msgspec
-import zmq
-from engine import EngineJob, Round, run_engine
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv_listener import DISK, MEMORY, StrictListener
+from lab import run_lab
+from scenario import Scenario, tier_config
 from tiny_models import DTYPES, build_model
-from vllm.distributed.kv_events import BlockStored, KVEventBatch
-from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+from vllm import SamplingParams
+from vllm.distributed.kv_events import AllBlocksCleared
+from vllm.lora.request import LoRARequest
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    get_request_block_hasher,
+    init_none_hash,
+    maybe_convert_block_hash,
+)
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm.v1.request import Request
 
-from tierstore import Manifest, make_offload_keys
+from tierstore import Manifest
+from tierstore.clock import MonotonicClock
 from tierstore.config import load_config
+from tierstore.executor import TransferExecutor
+from tierstore.key import OffloadKey, make_offload_keys
+from tierstore.layout import GroupKind
+from tierstore.manifest import GroupManifest
 from tierstore.metrics import Counters
-from tierstore.tier.opening import open_stack
-from tierstore.tier.residency import ResidencyLog
-from tierstore_vllm.events import EventSource
+from tierstore.plane_loop import PlaneLoop
+from tierstore.tier.reservation import ChunkState
+from tierstore.tier.residency import ResidencyChange, ResidencyLog
+from tierstore.tier.stack import TierStack
+from tierstore_vllm.events import EventGroup, EventSource, TokenSpan, describe_event_groups
+from tierstore_vllm.layout import EngineShape
+from tierstore_vllm.scheduler import SchedulerHalf
 
-CHUNK = 4096
-SLOTS = 4
-HASHES = [bytes([n]) * 32 for n in range(12)]
-
-
-@given(st.lists(st.one_of(st.just("reset"), st.integers(0, 11)), max_size=40))
-def test_a_listener_that_applies_all_events_knows_what_is_resident(actions: list) -> None:
-    manifest = Manifest.simple("m", CHUNK)
-    log = ResidencyLog()
-    config = load_config({"primary": {"capacity": f"{SLOTS * CHUNK}B"}})
-    stack = open_stack(config, manifest, rank_count=1, counters=Counters(), residency=log)
-    source = EventSource(log, manifest.group_specs(), lambda named: named[:32])
-    # Those of adapters have a digest behind vLLM's hash, of which listeners know nothing.
-    named = [block_hash + b"digest" * (i % 2) for i, block_hash in enumerate(HASHES)]
-    keys = make_offload_keys(manifest.namespace, 0, named)
-    heard: set[object] = set()
-    for action in actions:
-        if action == "reset":
-            stack.reset(manifest)
-        else:
-            reservation = stack.reserve_offload(0, keys[action : action + 2])
-            failed = [0] if action == 3 and reservation.keys else []
-            stack.finish_offload(reservation, failed=failed)
-        for event in source.take():
-            assert event.medium == "CPU"
-            if isinstance(event, BlockStored):
-                assert event.block_size == manifest.group_specs()[0].tokens_per_chunk
-                assert heard.isdisjoint(event.block_hashes)
-                heard.update(event.block_hashes)
-            else:
-                assert heard.issuperset(event.block_hashes)
-                heard.difference_update(event.block_hashes)
-        resident = {
-            maybe_convert_block_hash(BlockHash(block_hash))
-            for block_hash, key in zip(HASHES, keys, strict=True)
-            if stack.match_prefix([key])
-        }
-        assert heard == resident
-    stack.close()
+CHUNK_BYTES = 256 << 10
+HASH_TOKENS = 4
+SLOT_COUNT = 8
+REQUEST_COUNT = 6
+CHUNKS_PER_REQUEST = 4
+DIGEST = b"0123456789abcdef"
+ADAPTER = LoRARequest("poet", 1, "/adapters/poet")
 
 
-def test_vllm_publishes_what_tierstore_holds(tmp_path) -> None:
-    job = EngineJob(
-        model=str(build_model("llama", tmp_path)),
-        dtype=DTYPES["llama"],
-        rounds={"cold": Round(prompts=[list(range(2, 202))])},
-        config={"version": 1, "primary": {"capacity": "64MiB"}},
+def make_manifest(blocks_per_chunk: int) -> Manifest:
+    """Describe two groups, whose blocks have two hashes each."""
+    group = GroupManifest(
+        kind=GroupKind.FULL,
+        tokens_per_block=2 * HASH_TOKENS,
+        layer_names=("layer",),
+        page_bytes=(CHUNK_BYTES // blocks_per_chunk,),
     )
-    heard: dict[str | None, set[object]] = {}
-    with (
-        zmq.Context() as context,
-        context.socket(zmq.SUB) as listener,
-        ThreadPoolExecutor(1) as threads,
-    ):
-        listener.subscribe("")
-        port = listener.bind_to_random_port("tcp://127.0.0.1")
-        endpoint = f"tcp://127.0.0.1:{port}"
-        events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
-        job.engine["kv_events_config"] = events
-        run = threads.submit(run_engine, job, tmp_path)
-        while listener.poll(500) or not run.done():
-            if not listener.poll(0):
-                continue
-            batch = msgspec.msgpack.decode(listener.recv_multipart()[-1], type=KVEventBatch)
-            for event in batch.events:
-                if isinstance(event, BlockStored):
-                    heard.setdefault(event.medium, set()).update(event.block_hashes)
-        run.result()
-    assert len(heard["CPU"]) == 200 // 32
-    assert heard["CPU"] == heard["GPU"]
+    return dataclasses.replace(
+        Manifest.simple("m", CHUNK_BYTES),
+        blocks_per_chunk=blocks_per_chunk,
+        groups=(group, group),
+    )
+
+
+def make_requests(tokens_per_chunk: int) -> list[Request]:
+    """Make requests of vLLM: two share a prefix, one has an adapter, one a salt."""
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(HASH_TOKENS, sha256)
+    chosen = random.Random(8)
+    length = CHUNKS_PER_REQUEST * tokens_per_chunk + 3
+    prompts = [[chosen.randrange(50_000) for _ in range(length)] for _ in range(REQUEST_COUNT)]
+    prompts[1][: 2 * tokens_per_chunk] = prompts[0][: 2 * tokens_per_chunk]
+    prompts[3] = prompts[2]
+    return [
+        Request(
+            request_id=str(number),
+            prompt_token_ids=prompt,
+            sampling_params=SamplingParams(max_tokens=1),
+            pooling_params=None,
+            lora_request=ADAPTER if number == 3 else None,
+            cache_salt="salt" if number == 4 else None,
+            block_hasher=hasher,
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+class Engine:
+    """Tiers that requests store to and load from, as the scheduler half has them do."""
+
+    def __init__(self, path: Path, blocks_per_chunk: int, cascade: str) -> None:
+        self.manifest = make_manifest(blocks_per_chunk)
+        self.requests = make_requests(self.manifest.group_specs()[0].tokens_per_chunk)
+        self.listener = StrictListener(HASH_TOKENS, {ADAPTER.lora_name: ADAPTER.lora_path})
+        for request in self.requests:
+            self.listener.learn(request.block_hashes)
+        self._path = path
+        disk = {"name": "d", "backend": "file", "path": str(path), "capacity": "8MiB"}
+        self._config = load_config(
+            {
+                "primary": {"capacity": f"{SLOT_COUNT * CHUNK_BYTES}B", "eviction": "lru"},
+                "secondary": [{**disk, "cascade": cascade}],
+            }
+        )
+        self._is_reset = False
+        self._epochs = itertools.count()
+        self._open(self.manifest)
+
+    def _open(self, manifest: Manifest) -> None:
+        self._named = manifest
+        log, counters = ResidencyLog(), Counters()
+        self.stack = TierStack.open(
+            self._config, manifest, rank_count=1, counters=counters, residency=log
+        )
+        self._executor = TransferExecutor.open(
+            self._config, manifest, rank=0, rank_count=1, caches=None, counters=counters
+        )
+        self._loop = PlaneLoop(self.stack, self._executor, MonotonicClock())
+        self._source = EventSource(
+            log,
+            manifest.group_specs(),
+            manifest.namespace,
+            hash_tokens=HASH_TOKENS,
+            own_hash=lambda named: named.removesuffix(DIGEST),
+        )
+
+    def close(self) -> None:
+        self._executor.close()
+        self.stack.close()
+
+    def keys(self, request: Request, group_idx: int, count: int) -> list[OffloadKey]:
+        """Name the first chunks of a request, those of an adapter with a digest behind."""
+        step = self.manifest.blocks_per_chunk * 2
+        hashes = request.block_hashes[step - 1 :: step][:count]
+        behind = DIGEST if request.lora_request else b""
+        return make_offload_keys(self._named.namespace, group_idx, [h + behind for h in hashes])
+
+    def store(self, request: Request, group_idx: int, count: int, *, fails: bool) -> None:
+        reservation = self.stack.reserve_offload(group_idx, self.keys(request, group_idx, count))
+        self._describe(request)
+        failed = [0] if fails and reservation.keys else []
+        self.stack.finish_offload(reservation, failed)
+
+    def load(self, request: Request, group_idx: int, count: int) -> None:
+        wanted = [(group_idx, self.keys(request, group_idx, count))]
+        reservation = self.stack.reserve_load(wanted, partial=True)
+        self._describe(request)
+        if reservation is not None:
+            load = self._loop.start_load(reservation)
+            self._loop.wait_for(load)
+            self._loop.finish_load(load)
+
+    def _describe(self, request: Request) -> None:
+        self._source.describe([TokenSpan(request, request.num_tokens, request.num_tokens)])
+
+    def reset(self) -> None:
+        """Reset vLLM's own pool, then the tiers, with events that nobody has taken yet."""
+        self._is_reset = True
+        self.listener.take(AllBlocksCleared())
+        self._named = self.manifest.in_epoch(f"epoch {next(self._epochs)}")
+        self.stack.reset(self._named)
+        self._source.reset(self._named.namespace)
+
+    def restart(self, model: str = "m") -> None:
+        """Start an engine anew, perhaps with another model; its listener is another one then."""
+        self.hear()
+        self.close()
+        self.listener.restart()
+        if self._is_reset:  # what an epoch has recorded is nobody's
+            self.listener.take(AllBlocksCleared())
+        self._is_reset = False
+        if model != self.manifest.model:
+            self.listener.take(AllBlocksCleared())
+            self.manifest = dataclasses.replace(self.manifest, model=model)
+        self._open(self.manifest)
+
+    def damage(self) -> None:
+        """Overwrite all records."""
+        self.hear()
+        for segment in (self._path / "rank0").glob("*.seg"):
+            with segment.open("r+b") as file:
+                file.write(b"\1" * segment.stat().st_size)
+
+    def hear(self) -> None:
+        """Tell the listener, once what was begun has ended."""
+        self.settle()
+        for event in self._source.take():
+            self.listener.take(event)
+
+    def settle(self) -> None:
+        """Let what was begun end."""
+        assert self._loop.settle(lambda: not self.stack.has_work(), 60)
+        assert self.stack.secondaries[0].wait(60)
+        self._loop.pump()
+
+    def truth(self) -> tuple[set[tuple[int, Any]], set[tuple[int, Any]]]:
+        """Return the blocks in memory and those on disk."""
+        memory, disk = set(), set()
+        step = self.manifest.blocks_per_chunk * 2
+        for request, group_idx in itertools.product(self.requests, (0, 1)):
+            keys = self.keys(request, group_idx, CHUNKS_PER_REQUEST)
+            states = self.stack.locate(keys)
+            places = self.stack.secondaries[0].locate(keys)
+            for i in range(len(keys)):
+                hashes = request.block_hashes[i * step + 1 : (i + 1) * step : 2]
+                blocks = {(group_idx, maybe_convert_block_hash(BlockHash(h))) for h in hashes}
+                memory |= blocks if states[i] is ChunkState.RESIDENT else set()
+                disk |= blocks if places[i] is not None else set()
+        return memory, disk
+
+
+@contextmanager
+def opened(blocks_per_chunk: int = 1, cascade: str = "write_through") -> Iterator[Engine]:
+    with TemporaryDirectory() as folder:
+        engine = Engine(Path(folder), blocks_per_chunk, cascade)
+        yield engine
+        engine.close()
+
+
+def assert_listener_knows(engine: Engine) -> None:
+    engine.hear()
+    memory, disk = engine.truth()
+    assert engine.listener.blocks(MEMORY) == memory
+    assert engine.listener.blocks(DISK) == disk
+
+
+TRANSFERS = st.tuples(
+    st.sampled_from(["store", "store", "load", "fail"]),
+    st.integers(0, REQUEST_COUNT - 1),
+    st.integers(0, 1),
+    st.integers(1, CHUNKS_PER_REQUEST),
+)
+OTHERS = st.tuples(st.sampled_from(["reset", "restart", "hear"]))
+
+
+@settings(max_examples=30)
+@given(
+    st.sampled_from([1, 2]),
+    st.sampled_from(["write_through", "on_evict", "second_touch"]),
+    st.lists(st.one_of(TRANSFERS, TRANSFERS, OTHERS), max_size=40),
+)
+def test_a_listener_that_applies_all_events_knows_what_the_tiers_hold(
+    blocks_per_chunk: int, cascade: str, actions: list[tuple[Any, ...]]
+) -> None:
+    with opened(blocks_per_chunk, cascade) as engine:
+        for action, *chosen in actions:
+            if chosen:
+                number, group_idx, count = chosen
+                request = engine.requests[number]
+                if action == "load":
+                    engine.load(request, group_idx, count)
+                else:
+                    engine.store(request, group_idx, count, fails=action == "fail")
+            else:
+                getattr(engine, action)()
+        assert_listener_knows(engine)
+
+
+@pytest.mark.parametrize("blocks_per_chunk", [1, 2])
+def test_chunks_that_are_evicted_from_either_medium_are_told(blocks_per_chunk: int) -> None:
+    with opened(blocks_per_chunk) as engine:
+        for request, group_idx in itertools.product(engine.requests, (0, 1)):
+            engine.store(request, group_idx, CHUNKS_PER_REQUEST, fails=False)
+            engine.hear()
+        told = dict.fromkeys((MEMORY, DISK), 0)
+        for event in engine.listener.stored:
+            told[event.medium] += len(event.block_hashes)
+        memory, disk = engine.truth()
+        assert len(memory) == SLOT_COUNT * blocks_per_chunk < told[MEMORY]
+        assert 0 < len(disk) < told[DISK]
+        assert_listener_knows(engine)
+        assert engine.listener.unknown_removals == 0
+
+
+def test_what_an_earlier_process_recorded_comes_to_memory_with_its_tokens_and_leaves_the_disk() -> (
+    None
+):
+    with opened() as engine:
+        first, _, *others = engine.requests
+        engine.store(first, 0, 2, fails=False)
+        engine.restart()
+        assert len(engine.listener.blocks(DISK)) == 2
+        engine.listener.stored.clear()
+        engine.load(first, 0, 2)
+        engine.hear()
+        assert [event.medium for event in engine.listener.stored] == [MEMORY]
+        for request, group_idx in itertools.product(others, (0, 1)):
+            engine.store(request, group_idx, CHUNKS_PER_REQUEST, fails=False)
+            engine.hear()
+        assert engine.stack.locate(engine.keys(first, 0, 2)) == [ChunkState.ABSENT] * 2
+        assert_listener_knows(engine)
+
+
+def test_records_that_turn_out_worthless_are_told() -> None:
+    with opened() as engine:
+        first = engine.requests[0]
+        engine.store(first, 0, 2, fails=False)
+        engine.damage()
+        engine.restart()
+        assert len(engine.listener.blocks(DISK)) == 2
+        engine.load(first, 0, 2)
+        assert_listener_knows(engine)
+        assert engine.stack.locate(engine.keys(first, 0, 2)) == [ChunkState.ABSENT] * 2
+
+
+def test_what_was_recorded_before_a_reset_is_not_told_after_it() -> None:
+    with opened() as engine:
+        engine.store(engine.requests[0], 0, 2, fails=False)
+        engine.settle()
+        engine.reset()
+        assert_listener_knows(engine)
+        assert engine.listener.held.get(DISK) is None
+        assert not engine.listener.blocks(MEMORY)
+
+
+def test_records_of_another_model_that_are_evicted_are_not_told_as_own() -> None:
+    with opened() as engine:
+        first, *others = engine.requests
+        engine.store(first, 0, 4, fails=False)
+        engine.restart(model="another")
+        for request, group_idx in itertools.product([first, *others], (0, 1)):
+            engine.store(request, group_idx, CHUNKS_PER_REQUEST, fails=False)
+            assert_listener_knows(engine)
+
+
+def kv_cache_config() -> SimpleNamespace:
+    spec = SlidingWindowSpec(
+        block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=64
+    )
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
+
+
+@pytest.mark.parametrize("enabled", [None, False, True])
+@pytest.mark.parametrize("wanted", [False, True])
+def test_events_are_published_if_both_configurations_say_so(
+    caplog: pytest.LogCaptureFixture,
+    *,
+    enabled: bool | None,
+    wanted: bool,
+) -> None:
+    config = load_config({"primary": {"capacity": "1MiB"}, "offload": {"events": wanted}})
+    publisher = None if enabled is None else SimpleNamespace(enable_kv_cache_events=enabled)
+    vllm_config: Any = SimpleNamespace(kv_events_config=publisher)
+    groups = describe_event_groups(config, vllm_config, kv_cache_config())
+    expected = (EventGroup("sliding_window", 64),) if enabled and wanted else None
+    assert groups == expected
+    assert ("offload.events" in caplog.text) is (wanted and not enabled)
+
+
+class BrokenLog(ResidencyLog):
+    """A log that cannot be read."""
+
+    def take(self) -> list[ResidencyChange]:
+        raise RuntimeError("broken")
+
+
+def test_events_that_fail_end_and_the_cache_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    manifest = make_manifest(1)
+    config = load_config({"primary": {"capacity": "4MiB"}})
+    log, counters = BrokenLog(), Counters()
+    stack = TierStack.open(config, manifest, rank_count=1, counters=counters, residency=log)
+    shape = EngineShape(rank_count=1, hash_block_tokens=HASH_TOKENS, alignment_tokens=HASH_TOKENS)
+    half = SchedulerHalf(stack, manifest, shape, counters, residency=log)
+    request = make_requests(2 * HASH_TOKENS)[0]
+    for _ in range(20):
+        assert list(half.take_events()) == []
+        half.on_new_request(request)
+        assert half.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert half.reset_cache()
+    assert not half.has_given_up
+    assert caplog.text.count("KV cache events end") == 1
+    key = make_offload_keys(manifest.namespace, 0, [bytes(32)])
+    stack.finish_offload(stack.reserve_offload(0, key))
+    assert log.take_undescribed() == []
+    half.close()
+
+
+@pytest.mark.vllm
+def test_a_listener_of_real_vllm_knows_what_the_tiers_hold(tmp_path: Path) -> None:
+    scenario = Scenario(build_model("llama", tmp_path), DTYPES["llama"], 32)
+    config = tier_config("file", tmp_path / "tier", events=True)
+    config["primary"]["capacity"] = "2MiB"
+    job = {
+        "model": str(scenario.model),
+        "dtype": scenario.dtype,
+        "config": config,
+        "prompts": [prompt for prompt in scenario.first if len(prompt) >= 300],
+        "hash_tokens": 32,
+    }
+    found = run_lab("listening.py", "run", job, tmp_path)
+    assert found.pop("problems") == []
+    for phase, state in found.items():
+        assert not state["wrong in memory"], (phase, state)
+        assert not state["wrong on disk"], (phase, state)
+    assert found["promotions"]["told"].get(MEMORY), "nothing came to memory"
+    assert found["restart"]["told"].get(MEMORY), "nothing came to memory after the restart"
+    assert found["reset"]["on disk"] < found["restart"]["on disk"]
+    assert found["evictions"]["on disk"] > found["evictions"]["in memory"] > 0

@@ -160,11 +160,16 @@ class OffloadSection(_Section):
     """Offload blocks that generated tokens filled, not only those of the prompt."""
     on_reset: Literal["forget", "keep_disk"] = "forget"
     """What a reset of the engine's cache leaves: nothing, or what is on disk."""
+    events: bool = False
+    """Publish what comes to the tiers and leaves them as the engine's KV cache events."""
 
     def build(self) -> OffloadConfig:
         """Return the section as the rest of tierstore sees it."""
         return OffloadConfig(
-            blocks_per_chunk=self.blocks_per_chunk, decode=self.decode, on_reset=self.on_reset
+            blocks_per_chunk=self.blocks_per_chunk,
+            decode=self.decode,
+            on_reset=self.on_reset,
+            events=self.events,
         )
 
 

@@ -88,6 +88,8 @@ class OffloadConfig:
     """Offload blocks that generated tokens filled, not only those of the prompt."""
     on_reset: OnReset = "forget"
     """`forget` everything, on disk too; `keep_disk` is for weights that never change."""
+    events: bool = False
+    """Publish what comes to the tiers and leaves them as the engine's KV cache events."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

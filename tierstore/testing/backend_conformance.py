@@ -26,6 +26,7 @@ from tierstore.io_pool import IoPool
 from tierstore.key import Namespace, make_offload_keys
 from tierstore.layout import PAGE_BYTES, round_up
 from tierstore.record import HEADER_BYTES, PLACE_DTYPE
+from tierstore.testing.spread import spread_hashes
 from tierstore.transfer import FailureReason, PageRun, Place
 
 __all__ = [
@@ -66,7 +67,7 @@ class Extent:
     ) -> None:
         """Make up `count` records at page `page`; no two extents share a key or a payload."""
         number = next(_SEQUENCE)
-        hashes = [bytes([0xA5]) + (number << 16 | i).to_bytes(31, "big") for i in range(count)]
+        hashes = spread_hashes((number, i) for i in range(count))
         self.keys = make_offload_keys(Namespace(b"conforms"), 0, hashes)
         self.segment = segment
         self.page = page

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tierstore.key import OffloadKey
 from tierstore.policy.protocol import EvictionPolicy
+from tierstore.testing.spread import spread_hashes
 
 __all__ = ["PolicyConformance", "keys_of"]
 
@@ -20,8 +21,8 @@ _CAPACITY = 8
 
 
 def keys_of(*numbers: int) -> list[OffloadKey]:
-    """Return one short key per number."""
-    return [OffloadKey(number.to_bytes(8, "big")) for number in numbers]
+    """Return one key per number."""
+    return [OffloadKey(block_hash) for block_hash in spread_hashes(numbers)]
 
 
 class PolicyConformance(ABC):
@@ -103,7 +104,7 @@ class PolicyConformance(ABC):
         policy = self.full()
         policy.touch(keys_of(4))
         assert policy.remove(keys_of(4, 0, 6)) == [4, 0, 6]
-        assert sorted(policy.victims(_CAPACITY, ())) == keys_of(1, 2, 3, 5, 7)
+        assert set(policy.victims(_CAPACITY, ())) == set(keys_of(1, 2, 3, 5, 7))
 
     def test_clear_forgets_everything(self) -> None:
         """A cleared policy behaves like a new one."""

@@ -25,6 +25,7 @@ from tierstore.arrays import ByteArray
 from tierstore.key import OffloadKey, make_offload_keys
 from tierstore.manifest import Manifest
 from tierstore.store import TierStore
+from tierstore.testing.spread import spread_hashes
 
 __all__ = ["StoreMachine", "chunk_of", "make_store_machine"]
 
@@ -132,9 +133,7 @@ def make_store_machine(
         manifest: one group; its chunk size decides how much the machine writes.
         roomy: the tiers hold 64 chunks, and a restart loses none of them.
     """
-    # Spread as the hashes of an engine are: neighbours in a prefix are none in a catalog.
-    hashes = [hashlib.sha256(number.to_bytes(8, "big")).digest() for number in range(_KEY_COUNT)]
-    keys = make_offload_keys(manifest.namespace, 0, hashes)
+    keys = make_offload_keys(manifest.namespace, 0, spread_hashes(range(_KEY_COUNT)))
     members = {
         "manifest": manifest,
         "roomy": roomy,

@@ -23,6 +23,7 @@ from tierstore.metrics import Counters, Metric
 from tierstore.tier.catalog_messages import Committed, Freed, Placed, Refused
 from tierstore.tier.failed_demotes import FailedDemotes
 from tierstore.tier.primary import PrimaryTier
+from tierstore.tier.residency import ResidencyLog
 from tierstore.tier.secondary import SecondaryTier
 from tierstore.transfer import Command, Demote, FailureReason, JobId, Release, TransferDone
 
@@ -70,11 +71,13 @@ class Cascade:
         secondary: SecondaryTier,
         counters: Counters,
         queue_bytes_max: int,
+        residency: ResidencyLog | None = None,
     ) -> None:
         """Share the tiers with the stack.
 
         `queue_bytes_max` bounds what this tier pins in the primary tier for its write-behind.
         """
+        self._residency = residency
         self._tier_idx = tier_idx
         self._config = config
         self._groups = groups
@@ -149,6 +152,11 @@ class Cascade:
         else:
             self._drop(len(unsettled), "evicted_before_written")
 
+    def on_erased(self, keys: Sequence[OffloadKey]) -> None:
+        """Take note of records that this tier has no more."""
+        if self._residency is not None:
+            self._residency.erased(self._config.name, keys)
+
     def record_victims(self, coldest: Sequence[OffloadKey]) -> int:
         """Demote those of the next victims that need it; return how many would be lost now."""
         if not self.records_victims:
@@ -208,6 +216,7 @@ class Cascade:
                 self._counters.add(
                     Metric.EVICTED_CHUNKS, len(event.evicted), label=self._config.name
                 )
+                self.on_erased(event.evicted)
                 commands.append(self._start_release(event, new_job_id()))
         self._retry_failed()
         if self._unreleased:
@@ -371,9 +380,17 @@ class Cascade:
         if committed.reason is None:
             self._secondary.on_recorded(written)
             self._failures.on_recorded(written)
+            self._tell_of_recorded(written)
         else:
             self._note_refused(written, committed.reason)
         self._finish_keys(writing.group_idx, writing.keys)
+
+    def _tell_of_recorded(self, keys: Sequence[OffloadKey]) -> None:
+        if self._residency is not None:
+            # Another process may have recorded some of them before, and evicted them since.
+            places = self._secondary.locate(keys)
+            found = [key for key, place in zip(keys, places, strict=True) if place is not None]
+            self._residency.recorded(self._config.name, found)
 
     def _note_refused(self, keys: Sequence[OffloadKey], reason: FailureReason) -> None:
         """Remember chunks that were not written; each counts once, however often it is tried."""

@@ -68,6 +68,7 @@ def open_stack(
             secondary=secondary,
             counters=counters,
             queue_bytes_max=max(chunk_bytes, min(tier.io.write_queue_bytes, share_bytes)),
+            residency=residency,
         )
         for tier_idx, (tier, secondary) in enumerate(
             zip(config.secondary, secondaries, strict=True)

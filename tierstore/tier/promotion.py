@@ -182,6 +182,7 @@ class Promotions:
         self._settle(promote, arrived, tuple(lost))
         keys = tuple(late.values())
         slots = tuple(self._primary.detach(keys))
+        self._tell_of_lost(keys)
         if late:
             self._counters.add(Metric.MISSES, len(late), label=FailureReason.DEADLINE.value)
             records.hang(keys, self._slot_bytes(promote, len(late)))
@@ -228,6 +229,7 @@ class Promotions:
         if lost:
             self._primary.abort(lost)
             secondary.unpin(lost)
+            self._tell_of_lost(lost)
         if not arrived:
             return
         secondary.unpin(arrived)
@@ -237,6 +239,10 @@ class Promotions:
         self._cascades[promote.tier_idx].count_promoted(
             len(arrived), self._groups[promote.group_idx].chunk_bytes
         )
+
+    def _tell_of_lost(self, keys: Sequence[OffloadKey]) -> None:
+        if self._residency is not None:
+            self._residency.lost(keys)
 
     def _slot_bytes(self, promote: Promote, count: int) -> int:
         return count * self._groups[promote.group_idx].slot_bytes

@@ -7,7 +7,7 @@ tier is asked for records, and so the place for whatever else shall keep a tier 
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tierstore.clock import Clock
@@ -47,11 +47,21 @@ class _Failure:
 class ReadableRecords:
     """One tier's catalog without the records that cannot be read now. One thread."""
 
-    def __init__(self, secondary: SecondaryTier, clock: Clock, hung_bytes_max: int) -> None:
-        """Share the tier; beyond `hung_bytes_max` of slots held by hung reads it is not asked."""
+    def __init__(
+        self,
+        secondary: SecondaryTier,
+        clock: Clock,
+        hung_bytes_max: int,
+        on_removed: Callable[[Sequence[OffloadKey]], None],
+    ) -> None:
+        """Share the tier; beyond `hung_bytes_max` of slots held by hung reads it is not asked.
+
+        `on_removed` is told of records that are removed because they cannot be read.
+        """
         self._secondary = secondary
         self._clock = clock
         self._hung_bytes_max = hung_bytes_max
+        self._on_removed = on_removed
         self._hung: set[OffloadKey] = set()
         self._hung_bytes = 0
         self._failures: OrderedDict[OffloadKey, _Failure] = OrderedDict()
@@ -102,7 +112,7 @@ class ReadableRecords:
             if is_tried and count == FAILURES_MAX:
                 worthless.append(key)
         if worthless:
-            self._secondary.remove(worthless)
+            self._remove(worthless)
 
     def succeed(self, keys: Iterable[OffloadKey]) -> None:
         """Take note that records were read: nothing is held against them any more."""
@@ -120,12 +130,16 @@ class ReadableRecords:
         counts = {key: self._failures[key].count for key in keys if key in self._failures}
         unreadable = [key for key, count in counts.items() if 0 < count < FAILURES_MAX]
         if unreadable:  # those beyond were removed when they failed
-            self._secondary.remove(unreadable)
+            self._remove(unreadable)
         self.succeed(key for key, count in counts.items() if count)
 
     def reset(self) -> None:
         """Forget failures, since the records are forgotten; hung reads go on hanging."""
         self._failures.clear()
+
+    def _remove(self, keys: Sequence[OffloadKey]) -> None:
+        self._secondary.remove(keys)
+        self._on_removed(keys)
 
     def _remember(self, key: OffloadKey, count: int, hidden_seconds: float) -> None:
         self._failures[key] = _Failure(count, self._clock.seconds() + hidden_seconds)

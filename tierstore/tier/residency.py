@@ -1,4 +1,15 @@
-"""What became resident in the primary tier, and what left it: for those who route requests."""
+"""What came to the tiers and what left them, in order: for those who tell routers of it.
+
+    reserved      arriving   then `describe`, by whoever knows what the chunk holds
+    committed     came       to the primary tier, with its description
+    recorded      recorded   in a secondary tier; the chunk is still in the primary tier then
+    dropped       lost       it never came
+    evicted       left       the primary tier; its description is forgotten
+    erased        erased     its record was evicted or found worthless; it may be anybody's
+
+A description is kept as long as its chunk is arriving or resident, so their number is that of the
+slots.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +24,12 @@ class ResidencyChange:
     """Chunks that came or went together."""
 
     keys: tuple[OffloadKey, ...]
-    is_resident: bool
+    """Of one prefix head first, where they came."""
+    is_there: bool
+    tier_name: str | None = None
+    """The secondary tier; None: the primary tier."""
+    descriptions: tuple[object, ...] = ()
+    """What is known of each chunk, None where nothing is; empty for records that went."""
 
 
 class ResidencyLog:
@@ -24,20 +40,71 @@ class ResidencyLog:
 
     def __init__(self) -> None:
         self._changes: list[ResidencyChange] = []
+        self._undescribed: dict[OffloadKey, None] = {}
+        self._descriptions: dict[OffloadKey, object] = {}
+        self._is_stopped = False
+
+    def stop(self) -> None:
+        """Note nothing any more, and forget what was noted: nobody takes it."""
+        self._is_stopped = True
+        self._changes.clear()
+        self._undescribed.clear()
+        self._descriptions.clear()
+
+    def arriving(self, keys: Sequence[OffloadKey]) -> None:
+        """Note chunks whose slots were reserved a moment ago."""
+        if not self._is_stopped:
+            self._undescribed.update(dict.fromkeys(keys))
+
+    def take_undescribed(self) -> list[OffloadKey]:
+        """Return the chunks that started to arrive since the last call, and still do."""
+        taken = list(self._undescribed)
+        self._undescribed.clear()
+        return taken
+
+    def describe(self, key: OffloadKey, description: object) -> None:
+        """Say what a chunk of `take_undescribed` holds."""
+        self._descriptions[key] = description
+
+    def lost(self, keys: Sequence[OffloadKey]) -> None:
+        """Note chunks that were arriving and never came."""
+        for key in keys:
+            self._undescribed.pop(key, None)
+            self._descriptions.pop(key, None)
 
     def came(self, keys: Sequence[OffloadKey]) -> None:
         """Note chunks that can be loaded from the primary tier from now on."""
-        self._note(keys, is_resident=True)
+        if keys:
+            self._came(keys, None)
 
     def left(self, keys: Sequence[OffloadKey]) -> None:
         """Note chunks that cannot any more."""
-        self._note(keys, is_resident=False)
+        if keys:
+            forget = self._descriptions.pop
+            known = tuple(forget(key, None) for key in keys)
+            self._note(ResidencyChange(tuple(keys), is_there=False, descriptions=known))
+
+    def recorded(self, tier_name: str, keys: Sequence[OffloadKey]) -> None:
+        """Note resident chunks that a secondary tier has, too, from now on."""
+        if keys:
+            self._came(keys, tier_name)
+
+    def erased(self, tier_name: str, keys: Sequence[OffloadKey]) -> None:
+        """Note records that a secondary tier has lost, of whatever namespace."""
+        if keys:
+            self._note(ResidencyChange(tuple(keys), is_there=False, tier_name=tier_name))
 
     def take(self) -> list[ResidencyChange]:
         """Return the changes since the last call."""
         changes, self._changes = self._changes, []
         return changes
 
-    def _note(self, keys: Sequence[OffloadKey], *, is_resident: bool) -> None:
-        if keys:
-            self._changes.append(ResidencyChange(tuple(keys), is_resident))
+    def _came(self, keys: Sequence[OffloadKey], tier_name: str | None) -> None:
+        known = tuple(map(self._descriptions.get, keys))
+        self._note(
+            ResidencyChange(tuple(keys), is_there=True, tier_name=tier_name, descriptions=known)
+        )
+
+    def _note(self, change: ResidencyChange) -> None:
+        if not self._is_stopped:
+            self._changes.append(change)

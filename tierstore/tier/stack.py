@@ -68,7 +68,10 @@ class TierStack:
         self._job_ids = itertools.count(1)
         # Chunks that were in flight when the tiers were reset: their bytes must not be found.
         self._doomed: set[OffloadKey] = set()
-        records = [ReadableRecords(tier, clock, hung_bytes_max) for tier in secondaries]
+        records = [
+            ReadableRecords(tier, clock, hung_bytes_max, cascade.on_erased)
+            for tier, cascade in zip(secondaries, cascades, strict=True)
+        ]
         self._locator = Locator(primary, records, self._doomed)
         self._promotions = Promotions(
             groups=groups,
@@ -171,7 +174,10 @@ class TierStack:
             lost.update(i for i, key in enumerate(keys) if key in self._doomed)
             self._doomed.difference_update(keys)
         if lost:
-            self._primary.abort([keys[i] for i in sorted(lost)])
+            dropped = [keys[i] for i in sorted(lost)]
+            self._primary.abort(dropped)
+            if self._residency is not None:
+                self._residency.lost(dropped)
             keys = tuple(key for i, key in enumerate(keys) if i not in lost)
         chunk_bytes = self._groups[reservation.group_idx].chunk_bytes
         self._offloaded_chunks.add(len(keys))
@@ -258,6 +264,8 @@ class TierStack:
             if slots is None:
                 for undone in reserved:
                     self._primary.abort(undone.keys)
+                    if self._residency is not None:
+                        self._residency.lost(undone.keys)
                 return None
             reserved.append(dataclasses.replace(promote, slots=slots))
         for promote in reserved:
@@ -417,6 +425,8 @@ class TierStack:
                 self._residency.left(reservation.evicted)
             for cascade in self._cascades:
                 cascade.on_evicted(reservation.evicted)
+        if self._residency is not None:
+            self._residency.arriving(tail_first)
         return reservation.slots[::-1]
 
     def _demote_ahead(self, group_idx: int, count: int) -> None:

@@ -244,7 +244,7 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return False, None
 
     def take_events(self) -> "Iterable[KVCacheEvent]":
-        """Return what came to and left host memory since the last call, for vLLM's publisher."""
+        """Return what came to the tiers and what left them since the last call, for listeners."""
         return () if self._scheduler is None else self._scheduler.take_events()
 
     def has_pending_push_work(self) -> bool:

@@ -1,68 +1,320 @@
-"""KV cache events: tells vLLM's publisher what tierstore holds in host memory.
+"""KV cache events: tells vLLM's publisher what tierstore holds in host memory and on disk.
 
-Routers use them to send a request where its prefix is. Tiers on disk publish nothing: engines that
-share a path evict each other's chunks, so no engine knows what is there at any moment.
+Routers use them to send a request where its prefix is. An event describes itself as those of vLLM's
+own block pool do: hashes of engine blocks (a chunk of several blocks has as many), the tokens that
+they cover, the hash before them, the adapter. The disk is the medium `STORAGE`; a chunk may be on
+both media, and each loses it by an event of its own.
+
+Of the disk an engine tells only what it did itself: what it recorded, and what it evicted. Engines
+that share a path evict each other's records, and say so for themselves alone.
 """
 
-from collections.abc import Callable, Sequence
+import importlib
+import logging
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
-from tierstore.key import OffloadKey, get_offload_block_hash, get_offload_group_idx
+from tierstore.config import StoreConfig
+from tierstore.key import Namespace, OffloadKey, get_offload_block_hash, get_offload_group_idx
 from tierstore.layout import GroupSpec
 from tierstore.tier.residency import ResidencyChange, ResidencyLog
 
-__all__ = ["EventSource"]
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+__all__ = ["EventGroup", "EventSource", "TokenSpan", "describe_event_groups"]
+
+_logger = logging.getLogger(__name__)
+
+
+def _optional(module: str, name: str) -> Any:
+    """Return a name of vLLM that not every version has."""
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return None
+
+
+_MEDIUM_DISK: str = _optional("vllm.distributed.kv_events", "MEDIUM_STORAGE") or "STORAGE"
+"""vLLM's own name for what lies behind host memory."""
+
+_STORED_FIELDS = frozenset(BlockStored.__struct_fields__)
+_REMOVED_FIELDS = frozenset(BlockRemoved.__struct_fields__)
+
+_NAMED_CHUNKS_MAX = 1 << 16
+"""Recorded chunks of several blocks whose hashes are kept for the day when they are evicted.
+
+Of older ones only the last block's is known, which is in their key: the event names that one.
+"""
+
+
+class EventGroup(NamedTuple):
+    """What events say of a KV cache group, in vLLM's words."""
+
+    kind: str | None = None
+    window_tokens: int | None = None
+
+
+class TokenSpan(NamedTuple):
+    """Where among a request's tokens chunks may have begun to arrive."""
+
+    request: "Request"
+    first_token: int
+    end_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What the event of a chunk says; the hashes are the very objects of vLLM's lists."""
+
+    group_idx: int
+    block_hashes: tuple[bytes, ...]
+    parent_hash: bytes | None
+    token_ids: "array[int]"
+    lora_id: int | None
+    lora_name: str | None
+    extra_keys: tuple[Any, ...] | None
+
+    def follows(self, other: "_Content") -> bool:
+        """Return whether one event can name this chunk behind the other."""
+        return (
+            self.parent_hash == other.block_hashes[-1]
+            and self.group_idx == other.group_idx
+            and self.lora_id == other.lora_id
+        )
+
+
+def describe_event_groups(
+    config: StoreConfig, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig"
+) -> tuple[EventGroup, ...] | None:
+    """Return what events say of each KV cache group; None: no events are wanted."""
+    if not config.offload.events:
+        return None
+    publisher = vllm_config.kv_events_config
+    if publisher is None or not publisher.enable_kv_cache_events:
+        _logger.warning(
+            "offload.events is true, but vLLM publishes no events: give it --kv-events-config with "
+            "enable_kv_cache_events"
+        )
+        return None
+    kind = _optional("vllm.v1.kv_cache_interface", "get_kv_cache_spec_kind")
+    window = _optional("vllm.v1.kv_cache_interface", "get_kv_cache_spec_sliding_window")
+    return tuple(
+        EventGroup(kind(group.kv_cache_spec).value, window(group.kv_cache_spec))
+        if kind and window
+        else EventGroup()
+        for group in kv_cache_config.kv_cache_groups
+    )
 
 
 class EventSource:
-    """Translates changes of the primary tier."""
+    """Translates what the tiers note into vLLM's events. One thread."""
 
     def __init__(
         self,
         log: ResidencyLog,
         groups: Sequence[GroupSpec],
-        block_hash: Callable[[bytes], bytes],
+        namespace: Namespace,
+        *,
+        hash_tokens: int,
+        own_hash: Callable[[bytes], bytes],
+        event_groups: Sequence[EventGroup] = (),
     ) -> None:
-        """`block_hash` says which part of what names a chunk is vLLM's own."""
+        """Take the tiers' log.
+
+        Args:
+            log: What the stack writes to.
+            groups: All KV cache groups, in order.
+            namespace: The manifest's; records of others may be evicted, too.
+            hash_tokens: Tokens per entry of `Request.block_hashes`.
+            own_hash: Says which part of what names a chunk is vLLM's own.
+            event_groups: What to say of each group.
+        """
         self._log = log
         self._groups = groups
-        self._block_hash = block_hash
+        self._namespace = namespace
+        self._hash_tokens = hash_tokens
+        self._own_hash = own_hash
+        self._event_groups = event_groups or [EventGroup()] * len(groups)
+        self._margin_tokens = 2 * max((group.tokens_per_chunk for group in groups), default=0)
+        self._generate_extra_keys = _optional(
+            "vllm.v1.core.kv_cache_utils", "generate_block_hash_extra_keys"
+        )
+        self._to_event_extra_keys = _optional("vllm.v1.core.kv_cache_utils", "to_event_extra_keys")
+        self._events: list[KVCacheEvent] = []
+        self._named: OrderedDict[OffloadKey, tuple[bytes, ...]] = OrderedDict()
 
-    def take(self) -> list[KVCacheEvent]:
-        """Return the events since the last call.
+    def describe(self, spans: Sequence[TokenSpan]) -> None:
+        """Note what chunks hold that have begun to arrive since the last call.
 
-        One event per group and change. A chunk is named by vLLM's hash of its last block, and its
-        `block_size` is the chunk's tokens. Tokens, the adapter and the parent's hash, which a
-        listener knows from the event of the GPU's own block of that hash, are left empty.
+        They belong to the requests of `spans`, and mostly lie there; a request that is computed
+        anew may have them anywhere before. Costs a lookup per block hash of the spans, if any
+        chunk is arriving at all.
         """
-        return [event for change in self._log.take() for event in self._translate(change)]
+        wanted: dict[bytes, list[OffloadKey]] = {}
+        for key in self._log.take_undescribed():
+            wanted.setdefault(self._key_hash(key), []).append(key)
+        for span in spans:
+            # A step offers chunks that an earlier one completed, if they were not hashed by then.
+            self._find(wanted, span.request, span.first_token - self._margin_tokens, span.end_token)
+        for span in spans:
+            self._find(wanted, span.request, 0, span.end_token)
 
-    def _translate(self, change: ResidencyChange) -> list[KVCacheEvent]:
-        by_group: dict[int, list[OffloadKey]] = {}
-        for key in change.keys:
-            by_group.setdefault(get_offload_group_idx(key), []).append(key)
-        return [
-            self._stored(group_idx, keys) if change.is_resident else self._removed(group_idx, keys)
-            for group_idx, keys in by_group.items()
-        ]
+    def _find(
+        self, wanted: dict[bytes, list[OffloadKey]], request: "Request", first: int, end: int
+    ) -> None:
+        if not wanted:
+            return
+        hashes = request.block_hashes
+        first_hash = max(first // self._hash_tokens, 0)
+        end_hash = min(-(-end // self._hash_tokens), len(hashes))
+        for i in range(first_hash, end_hash):
+            for key in wanted.pop(hashes[i], ()):
+                self._log.describe(key, self._content(request, get_offload_group_idx(key), i))
 
-    def _stored(self, group_idx: int, keys: Sequence[OffloadKey]) -> BlockStored:
-        return BlockStored(
-            block_hashes=self._hashes(keys),
-            parent_block_hash=None,
-            token_ids=[],
-            block_size=self._groups[group_idx].tokens_per_chunk,
-            lora_id=None,
-            medium=MEDIUM_CPU,
-            lora_name=None,
+    def _content(self, request: "Request", group_idx: int, hash_idx: int) -> _Content:
+        """Describe the chunk that ends with a block hash.
+
+        hash index     first - 1 |   first   ...   hash_idx |
+        blocks           parent  | block 0   ...   block n-1|    of hashes_per_block hashes each
+        """
+        group = self._groups[group_idx]
+        hashes = request.block_hashes
+        per_block = group.tokens_per_block // self._hash_tokens
+        first = hash_idx + 1 - per_block * group.blocks_per_chunk
+        end_token = (hash_idx + 1) * self._hash_tokens
+        start_token = end_token - group.tokens_per_chunk
+        lora = request.lora_request
+        return _Content(
             group_idx=group_idx,
+            block_hashes=tuple(hashes[first + per_block - 1 : hash_idx + 1 : per_block]),
+            parent_hash=hashes[first - 1] if first else None,
+            token_ids=array("i", request.all_token_ids[start_token:end_token]),
+            lora_id=lora.lora_int_id if lora else None,
+            lora_name=lora.lora_name if lora else None,
+            extra_keys=self._extra_keys(
+                request, range(start_token, end_token, group.tokens_per_block)
+            ),
         )
 
-    def _removed(self, group_idx: int, keys: Sequence[OffloadKey]) -> BlockRemoved:
-        return BlockRemoved(block_hashes=self._hashes(keys), medium=MEDIUM_CPU, group_idx=group_idx)
+    def _extra_keys(self, request: "Request", starts: range) -> tuple[Any, ...] | None:
+        if self._generate_extra_keys is None or self._to_event_extra_keys is None:
+            return None
+        generate = self._generate_extra_keys
+        keys = [generate(request, start, start + starts.step, 0)[0] for start in starts]
+        found = self._to_event_extra_keys(keys)
+        return None if found is None else tuple(found)
 
-    def _hashes(self, keys: Sequence[OffloadKey]) -> list[bytes | int]:
-        own = map(self._block_hash, map(get_offload_block_hash, keys))
-        return [maybe_convert_block_hash(BlockHash(block_hash)) for block_hash in own]
+    def reset(self, namespace: Namespace) -> None:
+        """Take note that the tiers were reset, and which namespace chunks have from now on.
+
+        vLLM's own pool says that all blocks are cleared, and before anything that is said here. So
+        what was recorded before the reset need not be taken back, but must not be said any more.
+        """
+        is_forgotten = namespace != self._namespace
+        for change in self._log.take():
+            if change.tier_name is None or not is_forgotten:
+                self._events += self._translate(change)
+        if is_forgotten:
+            self._named.clear()
+        self._namespace = namespace
+
+    def take(self) -> list[KVCacheEvent]:
+        """Return the events since the last call."""
+        for change in self._log.take():
+            self._events += self._translate(change)
+        events, self._events = self._events, []
+        return events
+
+    def _translate(self, change: ResidencyChange) -> Iterable[KVCacheEvent]:
+        if change.is_there:
+            return self._stored(change)
+        by_group: dict[int, list[bytes]] = {}
+        for key, hashes in self._went(change):
+            by_group.setdefault(get_offload_group_idx(key), []).extend(hashes)
+        return [
+            BlockRemoved(
+                block_hashes=_external(hashes),
+                medium=_medium(change),
+                group_idx=group_idx,
+                **_owner(change, _REMOVED_FIELDS),
+            )
+            for group_idx, hashes in by_group.items()
+        ]
+
+    def _stored(self, change: ResidencyChange) -> list[KVCacheEvent]:
+        runs: list[list[_Content]] = []
+        for key, content in zip(change.keys, change.descriptions, strict=True):
+            if not isinstance(content, _Content):
+                continue  # without tokens it would be of no use to a listener
+            if change.tier_name is not None and len(content.block_hashes) > 1:
+                self._named[key] = content.block_hashes
+                if len(self._named) > _NAMED_CHUNKS_MAX:
+                    self._named.popitem(last=False)
+            if runs and content.follows(runs[-1][-1]):
+                runs[-1].append(content)
+            else:
+                runs.append([content])
+        return [self._stored_run(change, run) for run in runs]
+
+    def _stored_run(self, change: ResidencyChange, run: Sequence[_Content]) -> BlockStored:
+        head = run[0]
+        token_ids: array[int] = array("i")
+        for content in run:
+            token_ids.extend(content.token_ids)
+        kind, window_tokens = self._event_groups[head.group_idx]
+        extra_keys = [keys for content in run for keys in content.extra_keys or ()]
+        optional = {
+            "extra_keys": extra_keys or None,
+            "kv_cache_spec_kind": kind,
+            "kv_cache_spec_sliding_window": window_tokens,
+        }
+        return BlockStored(
+            block_hashes=_external(h for content in run for h in content.block_hashes),
+            parent_block_hash=_external([head.parent_hash])[0] if head.parent_hash else None,
+            token_ids=token_ids.tolist(),
+            block_size=self._groups[head.group_idx].tokens_per_block,
+            lora_id=head.lora_id,
+            medium=_medium(change),
+            lora_name=head.lora_name,
+            group_idx=head.group_idx,
+            **{name: value for name, value in optional.items() if name in _STORED_FIELDS},
+            **_owner(change, _STORED_FIELDS),
+        )
+
+    def _went(self, change: ResidencyChange) -> Iterable[tuple[OffloadKey, Sequence[bytes]]]:
+        """Yield the chunks that a listener may know, with the hashes of their blocks."""
+        if change.tier_name is None:
+            for key, content in zip(change.keys, change.descriptions, strict=True):
+                if isinstance(content, _Content):
+                    yield key, content.block_hashes
+            return
+        for key in change.keys:
+            if key.startswith(self._namespace):
+                yield key, self._named.pop(key, (self._key_hash(key),))
+
+    def _key_hash(self, key: OffloadKey) -> bytes:
+        return self._own_hash(get_offload_block_hash(key))
+
+
+def _medium(change: ResidencyChange) -> str:
+    return MEDIUM_CPU if change.tier_name is None else _MEDIUM_DISK
+
+
+def _owner(change: ResidencyChange, fields: frozenset[str]) -> dict[str, str]:
+    """Name the tier: with several, a chunk that one has lost may be in another."""
+    if change.tier_name is None or "ownership" not in fields:
+        return {}
+    return {"ownership": change.tier_name}
+
+
+def _external(hashes: Iterable[bytes]) -> list[bytes | int]:
+    return [maybe_convert_block_hash(BlockHash(block_hash)) for block_hash in hashes]

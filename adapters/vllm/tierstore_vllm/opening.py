@@ -18,6 +18,7 @@ from tierstore.config import StoreConfig
 from tierstore.errors import ConfigError, TierStoreError
 from tierstore.manifest import Manifest
 from tierstore_vllm.drain import drain
+from tierstore_vllm.events import describe_event_groups
 from tierstore_vllm.layout import describe_engine
 from tierstore_vllm.local import local_workers
 from tierstore_vllm.messages import StepMetadata, WorkerHello, WorkerReport
@@ -102,12 +103,13 @@ class Opening:
             return None
         try:
             shape = describe_engine(self._vllm_config, self._kv_cache_config)
-            events = self._vllm_config.kv_events_config
             half = SchedulerHalf.open(
                 self._config,
                 manifest,
                 shape,
-                publishes_events=events is not None and events.enable_kv_cache_events,
+                event_groups=describe_event_groups(
+                    self._config, self._vllm_config, self._kv_cache_config
+                ),
             )
         except ConfigError:
             raise
