@@ -48,9 +48,9 @@ from tierstore.layout import GroupKind
 from tierstore.manifest import GroupManifest
 from tierstore.metrics import Counters
 from tierstore.plane_loop import PlaneLoop
+from tierstore.tier.opening import open_stack
 from tierstore.tier.reservation import ChunkState
 from tierstore.tier.residency import ResidencyChange, ResidencyLog
-from tierstore.tier.stack import TierStack
 from tierstore_vllm.events import EventGroup, EventSource, TokenSpan, describe_event_groups
 from tierstore_vllm.layout import EngineShape
 from tierstore_vllm.scheduler import SchedulerHalf
@@ -126,7 +126,7 @@ class Engine:
     def _open(self, manifest: Manifest) -> None:
         self._named = manifest
         log, counters = ResidencyLog(), Counters()
-        self.stack = TierStack.open(
+        self.stack = open_stack(
             self._config, manifest, rank_count=1, counters=counters, residency=log
         )
         self._executor = TransferExecutor.open(
@@ -375,7 +375,7 @@ def test_events_that_fail_end_and_the_cache_goes_on(caplog: pytest.LogCaptureFix
     manifest = make_manifest(1)
     config = load_config({"primary": {"capacity": "4MiB"}})
     log, counters = BrokenLog(), Counters()
-    stack = TierStack.open(config, manifest, rank_count=1, counters=counters, residency=log)
+    stack = open_stack(config, manifest, rank_count=1, counters=counters, residency=log)
     shape = EngineShape(rank_count=1, hash_block_tokens=HASH_TOKENS, alignment_tokens=HASH_TOKENS)
     half = SchedulerHalf(stack, manifest, shape, counters, residency=log)
     request = make_requests(2 * HASH_TOKENS)[0]

@@ -190,6 +190,7 @@ NEEDED_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "vllm.v1.request": {
         "Request": (
+            "all_token_ids",
             "block_hashes",
             "kv_transfer_params",
             "lora_request",
