@@ -377,7 +377,7 @@ def test_events_that_fail_end_and_the_cache_goes_on(caplog: pytest.LogCaptureFix
     log, counters = BrokenLog(), Counters()
     stack = open_stack(config, manifest, rank_count=1, counters=counters, residency=log)
     shape = EngineShape(rank_count=1, hash_block_tokens=HASH_TOKENS, alignment_tokens=HASH_TOKENS)
-    half = SchedulerHalf(stack, manifest, shape, counters, residency=log)
+    half = SchedulerHalf(stack, manifest, shape, counters, config=config.offload, residency=log)
     request = make_requests(2 * HASH_TOKENS)[0]
     for _ in range(20):
         assert list(half.take_events()) == []

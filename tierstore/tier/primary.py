@@ -147,7 +147,7 @@ class PrimaryTier:
             return wanted[0] <= self._slots.free_count(0) + evictable_count
         located = self._policy.locate([*pins, *others])
         held = [slot for slot in located if slot is not None]
-        return self._slots.has_room(wanted, [*held, *self._arriving.values()])
+        return self._slots.has_room(wanted, [*held, *self._arriving.values(), *self._detached])
 
     def could_hold(self, counts: Mapping[int, int]) -> bool:
         """Return whether so many chunks per group have room beside each other in the whole pool."""
