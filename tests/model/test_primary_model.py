@@ -24,6 +24,10 @@ def mostly(known):
     return st.lists(st.sampled_from([*sorted(known) * 4, b"absent"]), min_size=1, max_size=5)
 
 
+NEW_NUMBERS = 1000
+"""From here on, numbers that no rule draws."""
+
+
 class PrimaryMachine(RuleBasedStateMachine):
     """Key -> slot, pins, and what the order of eviction must not do."""
 
@@ -100,9 +104,10 @@ class PrimaryMachine(RuleBasedStateMachine):
     )
     def reserve_what_has_room(self, counts, staying, order):
         """A promise holds for all groups together, in any order, once `staying` is pinned."""
-        staying = [key for key in self.resident if int(key[2:]) in staying]
-        wanted = {g: [OffloadKey(b"%d-new%03d" % (g, n)) for n in range(counts[g])] for g in order}
-        both = {g: counts[g] + sum(int(key[:1]) == g for key in staying) for g in order}
+        of_group = {g: set(keys_of(g, staying)).intersection(self.resident) for g in order}
+        staying = [key for g in order for key in of_group[g]]
+        wanted = {g: keys_of(g, range(NEW_NUMBERS, NEW_NUMBERS + counts[g])) for g in order}
+        both = {g: counts[g] + len(of_group[g]) for g in order}
         # To count what is resident as if it had to come is the quicker question.
         has_room = self.tier.has_room({g: counts[g] for g in order}, staying)
         has_room |= self.tier.has_room(both)
