@@ -10,7 +10,6 @@ import numpy.typing as npt
 from tierstore.errors import CatalogDamagedError
 from tierstore.geometry import SpaceGeometry, segment_overhead_pages
 from tierstore.lmdb_env import Database, Transaction
-from tierstore.record import EXTENT_RECORDS_MAX
 from tierstore.tier.budget import Budget, CatalogSize
 from tierstore.tier.catalog_schema import (
     EXTENT_DTYPE,
@@ -26,17 +25,15 @@ from tierstore.tier.catalog_schema import (
     segment_key,
     wide_key,
 )
+from tierstore.tier.extents import coalesce, extent_records_max, fit_count
 from tierstore.tier.pending import PendingRows
 
-__all__ = ["Space", "coalesce"]
+__all__ = ["Space"]
 
 _STATE_KEY = b"state"
 
 _LMDB_AHEAD_SHARE = 64
 """Part of the space that an lmdb tier keeps free, so that writes need not wait for evictions."""
-
-_EXTENT_PAGES_MAX = 1024
-"""Longer extents of large records would be written and read by one thread while others idle."""
 
 
 class Space:
@@ -110,10 +107,11 @@ class Space:
         if not self._geometry.charges_segments:
             return count * stride_pages * self._geometry.rank_count
         segment_pages = self._new_segment_pages(stride_pages)
+        header_pages = self._geometry.header_pages
         active = self._usable(namespace)
         if active is not None:
-            count -= self._record_count(active.page_count - active.next_page, stride_pages)
-        segment_count = -(-max(0, count) // self._record_count(segment_pages, stride_pages))
+            count -= fit_count(active.page_count - active.next_page, stride_pages, header_pages)
+        segment_count = -(-max(0, count) // fit_count(segment_pages, stride_pages, header_pages))
         return segment_count * self._segment_charge(segment_pages)
 
     def ahead_pages(self) -> int:
@@ -144,7 +142,7 @@ class Space:
             row = self._usable(namespace)
             if row is not None:
                 room = row.page_count - row.next_page - self._geometry.header_pages
-                fit = min(count, _extent_records_max(stride_pages), max(0, room) // stride_pages)
+                fit = min(count, extent_records_max(stride_pages), max(0, room) // stride_pages)
             if row is None or fit == 0:
                 self._open_segment(namespace, self._new_segment_pages(stride_pages))
                 continue
@@ -318,13 +316,6 @@ class Space:
             if value != self._txn.get(key, db=database):
                 self._txn.put(key, value, db=database)
 
-    def _record_count(self, room_pages: int, stride_pages: int) -> int:
-        """Return how many records fit into a run of pages, headers included."""
-        header_pages = self._geometry.header_pages
-        per_extent = _extent_records_max(stride_pages)
-        extent_count, rest = divmod(room_pages, header_pages + per_extent * stride_pages)
-        return extent_count * per_extent + max(0, rest - header_pages) // stride_pages
-
     def _usable(self, namespace: bytes) -> SegmentRow | None:
         """Return the active segment if it may take records of a namespace.
 
@@ -412,23 +403,3 @@ class Space:
         row.charged_pages -= pages
         self.state.pending_pages -= pages * row.rank_count
         self.state.charged_pages -= pages * row.rank_count
-
-
-def _extent_records_max(stride_pages: int) -> int:
-    return min(EXTENT_RECORDS_MAX, max(1, _EXTENT_PAGES_MAX // stride_pages))
-
-
-def coalesce(runs: RowArray) -> RowArray:
-    """Sort runs (`RUN_DTYPE`) and join adjacent ones."""
-    if not len(runs):
-        return runs
-    runs = runs[np.lexsort((runs["first_page"], runs["segment"]))]
-    ends = runs["first_page"] + runs["page_count"]
-    starts_new = np.ones(len(runs), bool)
-    starts_new[1:] = (runs["segment"][1:] != runs["segment"][:-1]) | (
-        runs["first_page"][1:] != ends[:-1]
-    )
-    firsts = np.flatnonzero(starts_new)
-    joined = runs[firsts]
-    joined["page_count"] = np.add.reduceat(runs["page_count"], firsts)
-    return joined
