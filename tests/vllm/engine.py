@@ -33,7 +33,12 @@ __all__ = [
     "run_engine",
 ]
 
-_VLLM_METRICS = ("vllm:num_preemptions", "vllm:prompt_tokens_cached_by_source")
+_VLLM_METRICS = (
+    "vllm:num_preemptions",
+    "vllm:prompt_tokens_cached_by_source",
+    "vllm:spec_decode_num_accepted_tokens",
+    "vllm:spec_decode_num_draft_tokens",
+)
 _QUIET_ANSWERS = 40
 _ADAPTERS: dict[str, int] = {}
 _REPOSITORY = Path(__file__).resolve().parents[2]

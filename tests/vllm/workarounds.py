@@ -6,6 +6,8 @@ Imported by the engine's process before anything else; the connector knows nothi
 from dataclasses import replace
 from typing import Any
 
+import mamba_copies
+
 __all__ = ["apply"]
 
 
@@ -14,6 +16,7 @@ def apply() -> None:
     _keep_prefix_caching_for_mla()
     _rotate_correctly()
     _ask_for_no_prefill_checkpoints()
+    mamba_copies.apply()
 
 
 def _keep_prefix_caching_for_mla() -> None:
