@@ -319,7 +319,8 @@ def _prompts(
         ]
         return [prompt[:end] for prompt, end in zip(batch["prompts"], ends, strict=True)]
     if earlier is None:
-        return batch["prompts"]
+        given: list[list[int]] = batch["prompts"]
+        return given
     turns = zip(prompts[earlier], rounds[earlier], batch["prompts"], strict=True)
     return [prompt + answer["tokens"] + more for prompt, answer, more in turns]
 
@@ -385,7 +386,7 @@ def _answer(output: Any) -> dict[str, Any]:
 
 
 def _margin(step: dict[int, Any]) -> float:
-    best, second = sorted((entry.logprob for entry in step.values()), reverse=True)[:2]
+    best, second = sorted((float(entry.logprob) for entry in step.values()), reverse=True)[:2]
     return best - second
 
 

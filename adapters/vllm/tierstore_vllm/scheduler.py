@@ -17,8 +17,7 @@ import functools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
@@ -38,7 +37,8 @@ from tierstore.planner import (
 from tierstore.tier.opening import open_stack
 from tierstore.tier.residency import ResidencyLog
 from tierstore.tier.stack import TierStack
-from tierstore_vllm.events import EventGroup, EventSource, TokenSpan
+from tierstore_vllm.event_feed import EventFeed
+from tierstore_vllm.events import EventGroup, EventSource
 from tierstore_vllm.layout import EngineShape
 from tierstore_vllm.lora import AdapterRequests
 from tierstore_vllm.messages import Adapter, AdapterUse, RankTally, StepMetadata, WorkerReport
@@ -128,10 +128,7 @@ class SchedulerHalf:
         self._tally = RankTally(shape.rank_count)
         self._groups = manifest.group_specs()
         self._adapters = AdapterRequests(shape.rank_count)
-        self._residency = residency
-        self._ended: list[Request] = []
-        """Requests whose last chunks the next step offloads, kept for what events say of them."""
-        self._events = (
+        source = (
             None
             if residency is None
             else EventSource(
@@ -143,6 +140,7 @@ class SchedulerHalf:
                 event_groups=event_groups,
             )
         )
+        self._events = EventFeed(source, residency)
         self._planner = OffloadPlanner(
             self._groups,
             manifest.namespace,
@@ -260,8 +258,7 @@ class SchedulerHalf:
         hit_tokens = question.local_tokens + external_tokens
         target = LoadTarget(question.local_tokens, hit_tokens, fresh)
         question.disk_tokens = self._planner.begin_load(request.request_id, target) or 0
-        if self._events is not None:
-            self._describe([TokenSpan(request, 0, hit_tokens)])
+        self._events.describe_load(request, hit_tokens)
 
     @_guarded({}, is_fatal=False)
     def get_external_cache_hit_sources(
@@ -317,41 +314,8 @@ class SchedulerHalf:
             step = self._reader.read(output)
             self._note_foreign_loads(step)
         planned = self._planner.plan_step(step)
-        if self._events is not None:
-            self._describe_step(step)
+        self._events.describe_step(step, self._requests)
         return planned
-
-    def _describe_step(self, step: EngineStep) -> None:
-        computed = [(p.request_id, p.computed_tokens, p.ready_tokens) for p in step.progress]
-        states = [(b.request_id, b.boundary_tokens, b.boundary_tokens) for b in step.state_blocks]
-        ended = [TokenSpan(request, 0, request.num_tokens) for request in self._ended]
-        self._ended.clear()
-        self._describe(
-            [
-                *ended,
-                *(
-                    TokenSpan(self._requests[request_id], first, end)
-                    for request_id, first, end in (*computed, *states)
-                ),
-            ]
-        )
-
-    def _describe(self, spans: Sequence[TokenSpan]) -> None:
-        """Note what the chunks hold that were reserved a moment ago."""
-        with self._telling() as events:
-            if events is not None:
-                events.describe(spans)
-
-    @contextmanager
-    def _telling(self) -> Iterator[EventSource | None]:
-        """Let whatever fails in telling of events end them, and nothing else."""
-        try:
-            yield self._events
-        except Exception as error:
-            _logger.exception("KV cache events end: cause=%s", type(error).__name__)
-            self._events = None
-            if self._residency is not None:
-                self._residency.stop()
 
     def _note_foreign_loads(self, step: EngineStep) -> None:
         """Find the blocks into which another connector loads while their request waits.
@@ -427,8 +391,8 @@ class SchedulerHalf:
         self._questions.pop(request.request_id, None)
         self._adapters.forget_request(request.request_id)
         last = self._reader.last_table(request, block_ids) if block_ids else None
-        if last is not None and self._events is not None:
-            self._ended.append(request)
+        if last is not None:
+            self._events.note_ended(request)
         self._planner.finish_request(request.request_id, last)
 
     @_guarded(False, is_fatal=True)
@@ -453,9 +417,7 @@ class SchedulerHalf:
         self._manifest = self._manifest.in_epoch(secrets.token_hex(8))
         self._planner.reset(self._manifest)
         self._adapters.reset()
-        with self._telling() as events:
-            if events is not None:
-                events.reset(self._manifest.namespace)
+        self._events.reset(self._manifest.namespace)
         _logger.info("cache was reset: what is stored from now on is found by this engine only")
         return True
 
@@ -466,11 +428,7 @@ class SchedulerHalf:
 
     def take_events(self) -> "Sequence[KVCacheEvent]":
         """Return what came to the tiers and what left them since the last call."""
-        taken: Sequence[KVCacheEvent] = ()
-        with self._telling() as events:
-            if events is not None and not self.has_given_up:
-                taken = events.take()
-        return taken
+        return () if self.has_given_up else self._events.take()
 
     def check(self) -> list[str]:
         """Return what leaks or contradicts itself, in words (empty: sound)."""
