@@ -151,9 +151,12 @@ class CatalogWriter:
         now = self._clock.seconds()
         if self._held_since is None:
             self._held_since = now
-            _logger.warning(
-                "a reader of the catalog has stopped, nothing more is stored until it goes on"
-            )
+            if "held back" not in self._logged:
+                self._logged.add("held back")
+                _logger.warning(
+                    "a process that reads the catalog has stopped: nothing more is stored until "
+                    "it goes on, or ends"
+                )
         self.waiting.extend(op for op in batch if isinstance(op, RequestPlaces))
         necessary = [op for op in batch if not isinstance(op, RequestPlaces | TouchKeys | Evict)]
         if necessary:
