@@ -288,6 +288,33 @@ def test_a_file_system_without_holes_is_refused_with_advice(tmp_path):
         backend.open()
 
 
+def test_what_was_given_back_before_its_segment_came_to_be_takes_no_blocks(tmp_path):
+    """The first write finds the device full; its pages are free and charged no more."""
+
+    class OnceFullSystem(SystemCalls):
+        refusals = 0
+
+        def allocate(self, fd, offset, size_bytes):
+            if self.refusals:
+                self.refusals -= 1
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            super().allocate(fd, offset, size_bytes)
+
+    system = OnceFullSystem()
+    backend = opened(tmp_path, system=system)
+    system.refusals = 1
+    refused = Extent(2, 40_000)
+    assert backend.write(refused.to_write()) == dict.fromkeys(range(2), FailureReason.FULL)
+    assert backend.release([refused.run], []) is None
+    second = Extent(2, 40_000, page=refused.run.page_count)
+    write_extent(backend, second)
+    assert second.served(backend) == [None] * 2
+    assert disk_bytes(tmp_path) <= SEGMENT_BYTES - refused.run.page_count * PAGE_BYTES
+    assert backend.release([second.run], [0]) is None
+    assert disk_bytes(tmp_path) == 0
+    backend.close()
+
+
 def test_writers_of_one_new_segment_allocate_it_once(tmp_path):
     class Allocations(SystemCalls):
         count = 0

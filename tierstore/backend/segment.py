@@ -20,6 +20,9 @@ __all__ = ["Segment", "SegmentFiles"]
 
 _OPEN_COUNT_MAX = 64
 _FILE_BYTES_MAX = (1 << 63) - 1
+_GIVEN_BACK_MAX = 1 << 14
+"""Ranges of segments that are not there, of which so many are remembered; most of these segments
+were removed by others and never come again."""
 
 
 class Segment:
@@ -48,6 +51,8 @@ class SegmentFiles:
         self._flags = os.O_RDWR
         self._lock = threading.Lock()
         self._create_lock = threading.Lock()
+        self._given_back: dict[int, list[tuple[int, int]]] = {}
+        """Ranges of segments that are not there, which may yet be created and allocated whole."""
         self._segments: OrderedDict[int, Segment] = OrderedDict()
         self._unflushed: set[int] = set()
         self._closed = False
@@ -115,7 +120,7 @@ class SegmentFiles:
             self._forget(segment)
 
     def punch(self, segment: int, offset: int, size_bytes: int) -> None:
-        """Give a range back to the file system; an absent file has nothing to give.
+        """Give a range back to the file system; an absent file has nothing to give for now.
 
         The range may reach behind the end of the file: the sizes of segments that an earlier run
         left differ from ours.
@@ -126,13 +131,21 @@ class SegmentFiles:
         try:
             held = self.acquire(segment)
         except FileNotFoundError:
-            return
+            with self._create_lock:
+                if not self._path(segment).exists():
+                    if sum(map(len, self._given_back.values())) < _GIVEN_BACK_MAX:
+                        self._given_back.setdefault(segment, []).append((offset, size_bytes))
+                    return
+            held = self.acquire(segment)
         try:
-            size_bytes = min(size_bytes, os.fstat(held.fd).st_size - offset)
-            if size_bytes > 0:
-                self._system.punch_hole(held.fd, offset, size_bytes)
+            self._punch(held.fd, offset, size_bytes)
         finally:
             self.release(held)
+
+    def _punch(self, fd: int, offset: int, size_bytes: int) -> None:
+        size_bytes = min(size_bytes, os.fstat(fd).st_size - offset)
+        if size_bytes > 0:
+            self._system.punch_hole(fd, offset, size_bytes)
 
     def remove(self, segment: int) -> None:
         """Unlink a segment. Its blocks go first, in case another process has it open.
@@ -140,13 +153,15 @@ class SegmentFiles:
         Raises:
             OSError: the file system refused.
         """
-        self.punch(segment, 0, _FILE_BYTES_MAX)
         try:
+            self.punch(segment, 0, _FILE_BYTES_MAX)
             self._system.unlink(self._path(segment))
         except FileNotFoundError:
             return
         finally:
             self._forget(segment)
+            with self._create_lock:
+                self._given_back.pop(segment, None)  # a segment that is empty never comes again
             with self._lock:
                 self._unflushed.discard(segment)
 
@@ -264,6 +279,8 @@ class SegmentFiles:
             try:
                 if size_bytes < segment_bytes:
                     self._system.allocate(fd, size_bytes, segment_bytes - size_bytes)
+                for given_back in self._given_back.get(segment, ()):
+                    self._punch(fd, *given_back)
             except OSError:
                 os.close(fd)
                 if size_bytes == 0:
