@@ -50,7 +50,8 @@ class SimulatedEngine:
         )
         self.connector = self.scheduler.connector
         hello = self.worker.get_handshake_metadata()
-        self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): hello})
+        hellos = {} if hello is None else {(0, 0): hello}
+        self.connector.set_xfer_handshake_metadata_pp_aware(hellos)
         self.peer = Peer(groups, self.runner, machine, settings.peer_chance, memory.block_tokens)
         hash_function = get_hash_fn_by_name("sha256")
         kv_cache_utils.init_none_hash(hash_function)
@@ -149,7 +150,8 @@ class SimulatedEngine:
     def leaks(self) -> list[str]:
         """Name what is left of requests that are gone; empty: nothing."""
         half = self.connector._scheduler
-        found: list[str] = ["tierstore has given up"] if half.has_given_up else half.check()
+        is_lost = half is None or half.has_given_up
+        found: list[str] = ["tierstore has given up"] if is_lost else half.check()
         pool = self.scheduler.kv_cache_manager.block_pool
         missing = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
         if missing:
@@ -160,7 +162,8 @@ class SimulatedEngine:
 
     def abandon(self) -> None:
         """Close the files of a run that went wrong; nothing of it is carried on."""
-        self.connector._scheduler.close()
+        if self.connector._scheduler is not None:
+            self.connector._scheduler.close()
 
     def close(self) -> None:
         """Shut down in vLLM's order."""

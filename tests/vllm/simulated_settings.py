@@ -142,7 +142,9 @@ def make_engine_config(settings: EngineSettings, config: dict[str, Any]) -> Any:
         supports_multimodal_inputs=False,
         return_sampling_mask=False,
     )
-    vars(made.parallel_config).update(data_parallel_index=0, rank=0, world_size=1)
+    vars(made.parallel_config).update(
+        data_parallel_index=0, rank=0, world_size=1, distributed_executor_backend="uni"
+    )
     batches = 2 if settings.is_async else 1
     vars(made).update(
         max_concurrent_batches=batches,

@@ -40,6 +40,8 @@ __all__ = [
 SECONDS_PER_STEP = 0.05
 _SECONDS_PER_QUESTION = 1e-4
 _HUNG_STEPS = 60
+_LIVE_BYTES_MIN = 256
+"""Of any payload: what is behind them may be padding, which nobody reads."""
 _TURN_COUNT_MAX = 100_000
 
 
@@ -233,7 +235,7 @@ class FailingSystem(SystemCalls):
         count = super().preadv(fd, buffers, offset)
         if self._machine.acts(self._machine.chances.read_flips):
             buffer = buffers[-1]
-            buffer[self._machine.random.randrange(len(buffer))] ^= 4
+            buffer[self._machine.random.randrange(min(len(buffer), _LIVE_BYTES_MIN))] ^= 4
         return count
 
 
