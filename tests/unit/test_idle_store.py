@@ -5,22 +5,13 @@ import time
 
 import pytest
 from store_kit import Chunks, config_of
+from waiting import within_seconds
 
 from tierstore.gate import Gate
 from tierstore.idle_carrier import IdleCarrier
 
 CHUNKS = Chunks(65_536)
 SECONDS_MAX = 20
-
-
-def within_seconds(condition):
-    """Wait for another thread's work; the store under test is not called meanwhile."""
-    until = time.monotonic() + SECONDS_MAX
-    while not condition():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 @pytest.mark.parametrize("backend", ["file", "lmdb"])
