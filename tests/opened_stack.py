@@ -45,9 +45,14 @@ class Tiers:
 
     def recorded(self, tier_idx, *numbers):
         """Return which of the chunks a tier has, once all that was begun has ended."""
-        assert self.loop.settle(lambda: not self.stack.has_writes(), 60)
+        self.settle_writes()
         places = self.stack.secondaries[tier_idx].locate(keys(*numbers))
         return [n for n, place in zip(numbers, places, strict=True) if place is not None]
+
+    def settle_writes(self):
+        """Let all that goes down reach the disks; loads may hang meanwhile."""
+        cascades = self.stack.cascades
+        assert self.loop.settle(lambda: not any(c.has_work() for c in cascades), 60)
 
     def locate(self, *numbers):
         return self.stack.locate(keys(*numbers))
