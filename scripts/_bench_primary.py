@@ -88,7 +88,7 @@ class Subject(ABC):
 
     @abstractmethod
     def has(self, key: OffloadKey) -> bool:
-        """Say whether a chunk is resident."""
+        """Return whether a chunk is resident."""
 
     @abstractmethod
     def store(self, keys: list[OffloadKey]) -> None:

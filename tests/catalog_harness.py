@@ -1,16 +1,17 @@
 """A catalog's writer on a disk that is only counted."""
 
 import collections
-import hashlib
 from typing import ClassVar
 
 import numpy as np
+from fake_clock import FakeClock
 
 from tierstore.config import SecondaryConfig
 from tierstore.geometry import segment_overhead_pages
 from tierstore.key import make_offload_keys
 from tierstore.manifest import Manifest
 from tierstore.record import PLACE_DTYPE
+from tierstore.testing.spread import spread_hashes
 from tierstore.tier.catalog import Catalog
 from tierstore.tier.catalog_messages import (
     Committed,
@@ -24,15 +25,6 @@ from tierstore.tier.catalog_messages import (
 from tierstore.tier.catalog_writer import CatalogWriter
 
 MIB = 1 << 20
-
-
-class SetClock:
-    """Stands still but when a test moves it."""
-
-    now = 0.0
-
-    def seconds(self):
-        return self.now
 
 
 class CountedDisk:
@@ -79,11 +71,6 @@ class CountedDisk:
         )
 
 
-def hash_of(number):
-    """Return the block hash of a numbered chunk, spread like a real one."""
-    return hashlib.sha256(b"%d" % number).digest()
-
-
 class Harness:
     """A writer, a counted disk, and a model of the records in order of eviction."""
 
@@ -109,7 +96,7 @@ class Harness:
         self.pins = collections.Counter()
         self.tickets = 0
         self.disk = disk
-        self.clock = SetClock()
+        self.clock = FakeClock()
         self.unreleased = []
         self.open()
 
@@ -125,7 +112,7 @@ class Harness:
         self.open()
 
     def keys(self, *numbers):
-        keys = make_offload_keys(self.manifest.namespace, 0, map(hash_of, numbers))
+        keys = make_offload_keys(self.manifest.namespace, 0, spread_hashes(numbers))
         self.numbers.update(zip(keys, numbers, strict=True))
         return keys
 

@@ -1,6 +1,5 @@
 """A tier stack of a few slots over disks, and an executor that carries its commands out."""
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from tierstore.executor import TransferExecutor
 from tierstore.layout import PAGE_BYTES
 from tierstore.metrics import Counters
 from tierstore.plane_loop import PlaneLoop
+from tierstore.testing.spread import spread_hashes
 from tierstore.tier.opening import open_stack
 from tierstore.tier.reservation import ChunkState
 from tierstore.tier.residency import ResidencyLog
@@ -23,9 +23,7 @@ RECORDED, RESIDENT = ChunkState.RECORDED, ChunkState.RESIDENT
 
 
 def keys(*numbers):
-    return make_offload_keys(
-        MANIFEST.namespace, 0, [hashlib.sha256(b"%d" % n).digest() for n in numbers]
-    )
+    return make_offload_keys(MANIFEST.namespace, 0, spread_hashes(numbers))
 
 
 @dataclass
@@ -47,9 +45,14 @@ class Tiers:
 
     def recorded(self, tier_idx, *numbers):
         """Return which of the chunks a tier has, once all that was begun has ended."""
-        assert self.loop.settle(lambda: not self.stack.has_writes(), 60)
+        self.settle_writes()
         places = self.stack.secondaries[tier_idx].locate(keys(*numbers))
         return [n for n, place in zip(numbers, places, strict=True) if place is not None]
+
+    def settle_writes(self):
+        """Let all that goes down reach the disks; loads may hang meanwhile."""
+        cascades = self.stack.cascades
+        assert self.loop.settle(lambda: not any(c.has_work() for c in cascades), 60)
 
     def locate(self, *numbers):
         return self.stack.locate(keys(*numbers))

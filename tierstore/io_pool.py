@@ -64,8 +64,8 @@ def is_pool_thread() -> bool:
 class IoPool:
     """A few threads that run blocking I/O in the order of `TaskOrder`.
 
-    The queue is not bounded here: its callers bound what they submit in bytes (the planner's
-    write-behind limit, the pinned slots of a load).
+    The queue is not bounded here: its callers bound what they submit in bytes (a cascade's write
+    queue, the pinned slots of a load).
     """
 
     def __init__(self, thread_count: int, name: str) -> None:

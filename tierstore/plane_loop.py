@@ -179,7 +179,7 @@ class PlaneLoop:
         def has_room(tier_idx: int) -> bool:
             cascade = stack.cascades[tier_idx]
             is_free = cascade.room_bytes() >= need_bytes or not cascade.has_work()
-            return is_free and stack.demote_victims_into(tier_idx, group_idx, count) == 0
+            return is_free and stack.demote_victims(tier_idx, group_idx, count) == 0
 
         conditions = {i: partial(has_room, i) for i in range(len(self._paces))}
         self.settle_tiers(conditions, stall_seconds)

@@ -123,7 +123,6 @@ class TierStore:
             patience=self._patience,
         )
         self._loop = self._planes.loop
-        self._idle = self._planes.idle
         weakref.finalize(self, self._planes.abandon).atexit = False
 
     @classmethod

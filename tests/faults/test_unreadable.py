@@ -1,28 +1,18 @@
 """Records that cannot be read: they fail, hang or are late, in one tier of one or of two."""
 
-import hashlib
-import time
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
 from store_kit import MIB, Chunks, config_of, misses
+from waiting import within_seconds
 
-from tierstore import TierStore, make_offload_keys
+from tierstore import TierStore
 from tierstore.testing.faults import ReadFaults, unreadable_opener
 from tierstore.transfer import FailureReason
 
-
-class SpreadChunks(Chunks):
-    """Chunks whose hashes are spread as an engine's are."""
-
-    def keys(self, numbers):
-        hashes = [hashlib.sha256(b"%d" % number).digest() for number in numbers]
-        return make_offload_keys(self.manifest.namespace, group_idx=0, block_hashes=hashes)
-
-
-CHUNKS = SpreadChunks(65_536)
-WHOLE_TASKS = SpreadChunks(MIB)  # each chunk is read by an I/O task of its own
+CHUNKS = Chunks(65_536)
+WHOLE_TASKS = Chunks(MIB)  # each chunk is read by an I/O task of its own
 ONES = range(16)
 FAILING = [
     FailureReason.IO_ERROR,
@@ -75,12 +65,6 @@ class Disks:
         for first in range(10_000, 10_000 + 5 * 64, 16):
             self.chunks.put(store, range(first, first + 16))
             store.flush()
-
-
-def wait_for(condition):
-    until = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < until, "it does not come to pass"
 
 
 @pytest.mark.parametrize("backend", ["file", "lmdb"])
@@ -176,9 +160,11 @@ def test_one_batch_with_every_outcome(tmp_path, then):
             disks.faults[0].fail(keys[3:], then)
         disks.faults[0].go_on()
         if then:
-            wait_for(lambda: misses(store) == {"corrupt": 2, "io_error": 1, "deadline": 1})
+            assert within_seconds(
+                lambda: misses(store) == {"corrupt": 2, "io_error": 1, "deadline": 1}
+            )
         else:
-            wait_for(lambda: disks.found(store, numbers) == [0, 3])
+            assert within_seconds(lambda: disks.found(store, numbers) == [0, 3])
         assert store.check() == []
         assert WHOLE_TASKS.put(store, numbers) == 4
         store.flush()

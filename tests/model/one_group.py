@@ -1,21 +1,15 @@
 """A planner of one group and one request, for tests that look at single steps."""
 
+from fake_clock import FakeClock
 from reference_stack import ReferenceStack
 
 from tierstore.key import Namespace
 from tierstore.layout import GroupKind, GroupSpec
 from tierstore.metrics import Counters
 from tierstore.planner import EngineStep, FullTable, OffloadPlanner, PrefixAnswer
+from tierstore.testing.spread import spread_hashes
 
 WAITS = PrefixAnswer(0, ask_again=True)
-
-
-class StandingClock:
-    def __init__(self):
-        self.now = 100.0
-
-    def seconds(self):
-        return self.now
 
 
 def open_planner(
@@ -42,11 +36,11 @@ def open_planner(
         stack or ReferenceStack(),
         hash_tokens=4,
         counters=Counters(),
-        clock=clock or StandingClock(),
+        clock=clock or FakeClock(),
         alignment_tokens=alignment_tokens,
         draft_groups=draft_groups,
     )
-    planner.add_request("r", [number.to_bytes(8, "big") for number in range(chunk_count)])
+    planner.add_request("r", spread_hashes(range(chunk_count)))
     table = FullTable("r", [list(range(1, chunk_count + 1))], 0)
     assert not planner.plan_step(EngineStep(full_tables=[table])).plan
     return planner

@@ -49,9 +49,6 @@ class ReferenceStack(TierStack):
     def touch(self, keys):
         pass
 
-    def demote_victims(self, group_idx, count):
-        return 0
-
     def commands(self):
         return []
 

@@ -3,11 +3,13 @@
 Goal: what is promised to the engine can be begun, and no request waits for ever.
 """
 
-from one_group import WAITS, StandingClock, offloads, open_planner
+from fake_clock import FakeClock
+from one_group import WAITS, offloads, open_planner
 from reference_stack import ReferenceStack
 
 from tierstore.planner import FullTable, LoadTarget, PrefixAnswer, Progress
 from tierstore.planner.planner import WAIT_COUNT_MAX, WAIT_SECONDS_MAX
+from tierstore.testing.spread import spread_hashes
 from tierstore.tier.reservation import ChunkState
 from tierstore.transfer import FailureReason, TransferDone
 
@@ -24,7 +26,7 @@ def open_recorded(slot_count=None, **settings):
 
 
 def hold_three_slots(planner):
-    planner.add_request("first", [b"f%07d" % n for n in range(3)])
+    planner.add_request("first", spread_hashes(("first", n) for n in range(3)))
     theirs = FullTable("first", [[41, 42, 43]], 0)
     (held,) = offloads(planner, full_tables=[theirs], progress=[Progress("first", 0, 12)])
     return TransferDone(job_id=held.job_id)
@@ -32,7 +34,7 @@ def hold_three_slots(planner):
 
 def ask(planner, name, chunk_count=8):
     """Ask for what is recorded of `r`'s chunks, as another request of the same prefix."""
-    planner.add_request(name, [number.to_bytes(8, "big") for number in range(chunk_count)])
+    planner.add_request(name, spread_hashes(range(chunk_count)))
     return planner.match(name, 0, 4 * chunk_count + 1)
 
 
@@ -59,7 +61,7 @@ def test_a_hit_waits_for_the_room_that_another_load_holds():
 
 
 def test_a_hit_whose_room_does_not_come_back_is_shortened_to_what_there_is():
-    clock = StandingClock()
+    clock = FakeClock()
     planner, _ = open_recorded(slot_count=5, clock=clock)
     hold_three_slots(planner)
     assert ask(planner, "heir") == WAITS

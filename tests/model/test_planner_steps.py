@@ -5,7 +5,8 @@ what it preempts through another request's table, and has one alignment.
 """
 
 import pytest
-from one_group import WAITS, StandingClock, blocks, fenced, offloads, open_planner
+from fake_clock import FakeClock
+from one_group import WAITS, blocks, fenced, offloads, open_planner
 
 from tierstore.layout import GroupKind
 from tierstore.manifest import Manifest
@@ -20,6 +21,7 @@ from tierstore.planner import (
 )
 from tierstore.planner.offload import OFFLOAD_COUNT_MAX
 from tierstore.planner.planner import IDLE_STEP_COUNT_MAX, WAIT_COUNT_MAX, WAIT_SECONDS_MAX
+from tierstore.testing.spread import spread_hashes
 from tierstore.transfer import TransferDone
 
 
@@ -158,7 +160,7 @@ def test_a_request_that_was_preempted_leaves_nothing():
 
 def test_a_request_that_waits_for_blocks_to_be_loaded_leaves_nothing():
     planner = open_planner()
-    planner.add_request("waiting", [number.to_bytes(8, "big") for number in range(4)])
+    planner.add_request("waiting", spread_hashes(range(4)))
     planner.finish_request("waiting", LAST)
     assert offloads(planner) == ()
 
@@ -209,7 +211,7 @@ def test_an_offload_that_failed_without_saying_where_publishes_nothing():
 
 
 def test_a_request_waits_for_chunks_that_arrive_however_often_it_asks_but_not_for_ever():
-    clock = StandingClock()
+    clock = FakeClock()
     planner = open_planner(clock=clock)
     assert offloads(planner, progress=[Progress("r", 0, 8)])
     assert [planner.match("r", 0, 9) for _ in range(1000)] == [WAITS] * 1000
@@ -221,7 +223,7 @@ def test_a_request_waits_for_chunks_that_arrive_however_often_it_asks_but_not_fo
 
 
 def test_a_request_waits_for_chunks_that_arrive_however_long_a_step_takes():
-    clock = StandingClock()
+    clock = FakeClock()
     planner = open_planner(clock=clock)
     assert offloads(planner, progress=[Progress("r", 0, 8)])
     for _ in range(WAIT_COUNT_MAX):
@@ -231,7 +233,7 @@ def test_a_request_waits_for_chunks_that_arrive_however_long_a_step_takes():
 
 
 def test_a_request_whose_wait_was_over_can_wait_anew():
-    clock = StandingClock()
+    clock = FakeClock()
     planner = open_planner(clock=clock)
     for first, stop in ((0, 4), (4, 8)):
         (offload,) = offloads(planner, progress=[Progress("r", first, stop)])

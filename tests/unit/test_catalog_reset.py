@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from catalog_harness import MIB, Harness
+from counted_writes import CountedWrites
 
 from tierstore.tier.catalog_messages import (
     Committed,
@@ -14,19 +15,6 @@ from tierstore.tier.catalog_messages import (
     SweepGarbage,
 )
 from tierstore.tier.sweep import SWEEP_ROWS_MAX
-
-
-class CountedWrites:
-    """Write transactions of an environment."""
-
-    def __init__(self, env):
-        self.count = 0
-        self._write = env.write
-        env.write = self
-
-    def __call__(self, database=None):
-        self.count += 1
-        return self._write(database)
 
 
 def reset(harness):

@@ -1,6 +1,5 @@
 """What `io.deadline` bounds: one read, and how long a tier may stand still; never a long queue."""
 
-import hashlib
 import threading
 from collections.abc import Iterator
 
@@ -15,6 +14,7 @@ from tierstore.layout import PAGE_BYTES
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters
 from tierstore.record import PLACE_DTYPE
+from tierstore.testing.spread import spread_hashes
 from tierstore.transfer import Demote, FailureReason, JobId, Load, Place, Promote, TransferDone
 
 CHUNK_BYTES = 4 << 20  # as many as one I/O task reads: each chunk is a task of its own
@@ -125,9 +125,8 @@ class Tiers:
 def records(numbers):
     places = np.zeros(len(numbers), PLACE_DTYPE)
     places["header_page"] = numbers  # an extent each
-    hashes = [hashlib.sha256(b"%d" % number).digest() for number in numbers]
     return {
-        "keys": tuple(make_offload_keys(MANIFEST.namespace, 0, hashes)),
+        "keys": tuple(make_offload_keys(MANIFEST.namespace, 0, spread_hashes(numbers))),
         "places": tuple(Place(place.tobytes()) for place in places),
         "slots": np.array(numbers, np.int64) * (CHUNK_BYTES // PAGE_BYTES),
     }
@@ -253,7 +252,7 @@ def test_a_tier_that_stands_still_is_not_asked_until_it_moves(tiers):
 
 def test_a_write_that_hangs_keeps_reads_waiting_no_longer_than_the_deadline(tiers):
     begun = tiers.hang(0, 9)
-    demote = Demote(job_id=JobId(5), tier_idx=0, group_idx=0, **records([9]))
+    demote = Demote(job_id=JobId(5), tier_idx=0, group_idx=0, owner=1, **records([9]))
     tiers.executor.submit([demote])
     assert begun.acquire(timeout=60)
     tiers.load((0, [1]))

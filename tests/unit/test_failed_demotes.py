@@ -1,17 +1,16 @@
 """Which chunks are asked for again, and when."""
 
-import hashlib
 import itertools
 
 from tierstore import Manifest, make_offload_keys
+from tierstore.testing.spread import spread_hashes
 from tierstore.tier.failed_demotes import FailedDemotes
 
 NAMESPACE = Manifest.simple("failed", chunk_bytes=4096).namespace
 
 
 def keys(*numbers):
-    hashes = [hashlib.sha256(str(number).encode()).digest() for number in numbers]
-    return make_offload_keys(NAMESPACE, 0, hashes)
+    return make_offload_keys(NAMESPACE, 0, spread_hashes(numbers))
 
 
 def test_a_chunk_that_always_fails_is_asked_for_again_ever_more_rarely():

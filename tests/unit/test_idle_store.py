@@ -5,22 +5,13 @@ import time
 
 import pytest
 from store_kit import Chunks, config_of
+from waiting import within_seconds
 
 from tierstore.gate import Gate
 from tierstore.idle_carrier import IdleCarrier
 
 CHUNKS = Chunks(65_536)
 SECONDS_MAX = 20
-
-
-def within_seconds(condition):
-    """Wait for another thread's work; the store under test is not called meanwhile."""
-    until = time.monotonic() + SECONDS_MAX
-    while not condition():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 @pytest.mark.parametrize("backend", ["file", "lmdb"])
@@ -55,10 +46,10 @@ def test_what_an_idle_store_evicted_or_forgot_is_given_back(tmp_path, backend):
 def test_an_idle_store_with_nothing_on_its_way_sleeps(tmp_path):
     with CHUNKS.open(config_of(tmp_path)) as store:
         CHUNKS.put(store, range(20))
-        assert within_seconds(lambda: not store._idle._is_awake)
+        assert within_seconds(lambda: not store._planes.idle._is_awake)
         store.flush()
         CHUNKS.found(store, range(20))
-        assert within_seconds(lambda: not store._idle._is_awake)
+        assert within_seconds(lambda: not store._planes.idle._is_awake)
 
 
 def test_close_does_not_wait_for_the_idle_thread(tmp_path):

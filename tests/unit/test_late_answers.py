@@ -114,8 +114,7 @@ class Engine:
         assert self.tiers.stack.complete(done)
 
     def write_down(self):
-        """Let what is going down reach the disks."""
-        assert self.tiers.loop.settle(lambda: not self.tiers.stack.has_writes(), 60)
+        self.tiers.settle_writes()
 
     def pass_time(self):
         self.clock.now += self.dice.random() * HIDDEN_SECONDS

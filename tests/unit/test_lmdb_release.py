@@ -1,24 +1,12 @@
 """Whole segments of an lmdb tier are given back in transactions of bounded size."""
 
 import pytest
+from counted_writes import CountedWrites
 
 from tierstore.backend.lmdb import LmdbBackend
 from tierstore.testing.backend_conformance import Extent, write_extent
 
 MAP_BYTES = 8 << 20
-
-
-class CountedWrites:
-    """Counts the write transactions of an environment."""
-
-    def __init__(self, env):
-        self.count = 0
-        self._write = env.write
-        env.write = self
-
-    def __call__(self, database=None):
-        self.count += 1
-        return self._write(database)
 
 
 @pytest.fixture

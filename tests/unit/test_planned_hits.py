@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from hashlib import sha256
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from tierstore.clock import MonotonicClock
 from tierstore.layout import PAGE_BYTES
 from tierstore.metrics import Counters
 from tierstore.planner import EngineStep, LoadTarget, OffloadPlanner, PrefixAnswer
+from tierstore.testing.spread import spread_hashes
 from tierstore.tier.opening import open_stack
 from tierstore.tier.reservation import ChunkState
 from tierstore.tier.stack import TierStack
@@ -25,7 +25,7 @@ ANSWER_SECONDS_MAX = 60
 
 
 def hashes(name, count):
-    return [sha256(f"{name} {number}".encode()).digest() for number in range(count)]
+    return spread_hashes((name, number) for number in range(count))
 
 
 @contextmanager

@@ -4,27 +4,17 @@ import gc
 import os
 import subprocess
 import sys
-import time
 import warnings
 import weakref
 from pathlib import Path
 
 import pytest
 from store_kit import Chunks, config_of
+from waiting import within_seconds
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent.parent
 CHUNKS = Chunks(65_536)
-SECONDS_MAX = 60
-
-
-def within_seconds(condition):
-    until = time.monotonic() + SECONDS_MAX
-    while not condition():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 def open_resources():

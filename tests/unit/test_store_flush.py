@@ -7,6 +7,7 @@ import time
 
 import pytest
 from store_kit import Chunks, config_of
+from waiting import within_seconds
 
 from tierstore import TierStore
 from tierstore.backend.opening import open_backend
@@ -17,7 +18,6 @@ from tierstore.transfer import FailureReason
 
 CHUNKS = Chunks(65_536)
 CASCADES = ["write_through", "on_evict", "second_touch"]
-SECONDS_MAX = 60
 
 
 class Switch:
@@ -66,15 +66,6 @@ class _Hung(_Switched):
         self._switch.write_count += 1
         self._switch.goes_on.wait()
         return self._backend.write(records)
-
-
-def within_seconds(condition):
-    until = time.monotonic() + SECONDS_MAX
-    while not condition():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 def put_twice(store, numbers):

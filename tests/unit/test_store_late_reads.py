@@ -10,6 +10,7 @@ import time
 
 import pytest
 from store_kit import Chunks, config_of
+from waiting import within_seconds
 
 from tierstore import TierStore
 from tierstore.backend.opening import open_backend
@@ -61,15 +62,6 @@ class UnsteadyBackend:
 
     def __getattr__(self, name):
         return getattr(self._backend, name)
-
-
-def within_seconds(condition):
-    until = time.monotonic() + SECONDS_MAX
-    while not condition():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 def held(store):

@@ -86,7 +86,7 @@ class Peer:
             if group.kind is GroupKind.STATE:
                 group.write_state(table[load.end // group.block_tokens - 1], load.end, chain)
                 continue
-            first = max(load.start, group.first_read(load.end) // group.block_tokens * 1)
+            first = load.start
             while first < load.end and not table[first // group.block_tokens]:
                 first += 1
             for is_draft in (False, True):

@@ -16,7 +16,6 @@ from scenario import Scenario, assert_same_answers, tier_config
 pytestmark = pytest.mark.vllm
 
 NOISE = 0.05
-ALIGNMENT_UNKNOWN = 1  # it depends on the processor; here hits are compared with each other
 LENGTHS = (700, 900, 1300)
 ANSWER_TOKENS = 40
 ENGINE = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
@@ -29,7 +28,7 @@ def scenario(tmp_path_factory: pytest.TempPathFactory) -> Scenario:
     from tiny_models import DTYPES
 
     path = build_mtp_model(tmp_path_factory.mktemp("models"))
-    return Scenario(path, DTYPES["qwen3_next"], ALIGNMENT_UNKNOWN)
+    return Scenario(path, DTYPES["qwen3_next"])
 
 
 def prompts() -> list[list[int]]:

@@ -60,7 +60,7 @@ def parse_duration(text: object) -> float:
 
 
 def _is_small(text: object) -> bool:
-    """Say whether a bare number cannot have meant bytes."""
+    """Return whether a bare number cannot have meant bytes."""
     return isinstance(text, int | float) and text < 1 << 20
 
 

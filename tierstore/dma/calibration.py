@@ -92,7 +92,7 @@ class _Bench:
         self._seconds: dict[_Trial, float] = {}
 
     def kernel_wins(self, direction: CopyDirection, size_bytes: int, run_count: int) -> bool:
-        """Say whether the kernel beats the copy engines."""
+        """Return whether the kernel beats the copy engines."""
         if not self._api.has_kernel:
             return False
         others = [
@@ -103,7 +103,7 @@ class _Bench:
         return kernel < _WORTH_IT * min(others)
 
     def pitched_wins(self, direction: CopyDirection, size_bytes: int) -> bool:
-        """Say whether one 2-D copy beats separate and batched ones."""
+        """Return whether one 2-D copy beats separate and batched ones."""
         others = [
             self._time(_Trial(method, direction, size_bytes, _RUN_COUNT_MANY))
             for method in self._engine_methods()

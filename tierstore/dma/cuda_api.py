@@ -119,7 +119,7 @@ class CudaApi(Protocol):
         """
 
     def is_complete(self, event: Event) -> bool:
-        """Say whether what was recorded last is done. Never blocks."""
+        """Return whether what was recorded last is done. Never blocks."""
 
     def copy_each(self, runs: DirectedRuns, stream: Stream) -> None:
         """Enqueue one asynchronous copy per run, of any kind of memory."""

@@ -55,7 +55,7 @@ class _Trial:
         self._table = table_at(self._host + 2 * _AREA_BYTES, len(_SIZES))
 
     def passes(self, method: CopyMethod, copy: _Copy) -> bool:
-        """Say whether bytes arrive on the device and come back by this method."""
+        """Return whether bytes arrive on the device and come back by this method."""
         bytes_sent = np.random.default_rng(0).bytes(int(_SIZES.sum()))
         ctypes.memmove(self._host, bytes_sent, len(bytes_sent))
         ctypes.memset(self._host + _AREA_BYTES, 0, _AREA_BYTES)

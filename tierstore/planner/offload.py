@@ -189,8 +189,6 @@ class Offloads:
         reservation = self._stack.reserve_offload(group_idx, keys)
         if not reservation.keys:
             return None
-        # Those that the next batches will evict are recorded now, so that they are by then.
-        self._stack.demote_victims(group_idx, 2 * len(reservation.keys))
         count = len(keys)
         rows = np.fromiter(batch.block_ids, np.int64, len(batch.block_ids)).reshape(count, -1)
         block_ids = batch.block_ids

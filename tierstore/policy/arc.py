@@ -73,12 +73,12 @@ class ArcPolicy:
         return list(map(second.get, keys, slots)) if None in slots else slots
 
     def holds_any(self, keys: Sequence[OffloadKey]) -> bool:
-        """Say whether any of the keys is resident."""
+        """Return whether any of the keys is resident."""
         t1, t2 = self._t1.table, self._t2.table
         return not (t1.keys().isdisjoint(keys) and t2.keys().isdisjoint(keys))
 
     def holds_all(self, keys: Sequence[OffloadKey]) -> bool:
-        """Say whether all of the keys are resident."""
+        """Return whether all of the keys are resident."""
         first, second = self._t1.table, self._t2.table
         if keys and keys[0] in second:
             first, second = second, first

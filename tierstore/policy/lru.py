@@ -19,11 +19,11 @@ class LruPolicy:
         return list(map(self._order.table.get, keys))
 
     def holds_any(self, keys: Sequence[OffloadKey]) -> bool:
-        """Say whether any of the keys is resident."""
+        """Return whether any of the keys is resident."""
         return not self._order.table.keys().isdisjoint(keys)
 
     def holds_all(self, keys: Sequence[OffloadKey]) -> bool:
-        """Say whether all of the keys are resident."""
+        """Return whether all of the keys are resident."""
         return all(map(self._order.table.__contains__, keys))
 
     def insert(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:

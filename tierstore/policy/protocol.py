@@ -34,10 +34,10 @@ class EvictionPolicy(Protocol):
         """Return the slot of each resident key, None for others; no use is recorded."""
 
     def holds_any(self, keys: Sequence[OffloadKey]) -> bool:
-        """Say whether any of the keys is resident."""
+        """Return whether any of the keys is resident."""
 
     def holds_all(self, keys: Sequence[OffloadKey]) -> bool:
-        """Say whether all of the keys are resident."""
+        """Return whether all of the keys are resident."""
 
     def insert(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
         """Add keys that became resident, in order; none of them is resident. O(len(keys))."""

@@ -336,17 +336,12 @@ class TierStack:
             return True
         return any(cascade.complete(done) for cascade in self._cascades)
 
-    def demote_victims(self, group_idx: int, count: int) -> int:
-        """Ask every `on_evict` tier to record the chunks that `count` new ones would evict.
+    def demote_victims(self, tier_idx: int, group_idx: int, count: int) -> int:
+        """Ask an `on_evict` tier to record the chunks that `count` new ones would evict.
 
-        Returns how many of them are not recorded yet: 0 means that they can go without loss.
-        """
-        return self.demote_coldest(max(0, count - self._primary.free_count(group_idx)))
-
-    def demote_victims_into(self, tier_idx: int, group_idx: int, count: int) -> int:
-        """Do as `demote_victims` with one tier, past what other tiers or loads have pinned now.
-
-        What a tier that hangs has pinned stays in memory, and others go in its place.
+        Returns how many of them are not recorded yet: 0 means that they can go without loss. Looks
+        past what other tiers or loads have pinned now: what a tier that hangs has pinned stays in
+        memory, and others go in its place.
         """
         cascade = self._cascades[tier_idx]
         shortage = count - self._primary.free_count(group_idx)
@@ -370,15 +365,7 @@ class TierStack:
 
     def has_work(self) -> bool:
         """Return whether demotes, releases or hung reads are waiting for an answer."""
-        return self._promotions.has_late() or self.has_writes()
-
-    def has_writes(self) -> bool:
-        """Return whether demotes or releases are waiting for `commands` or `complete`."""
-        return any(cascade.has_work() for cascade in self._cascades)
-
-    def write_queue_room_bytes(self) -> int:
-        """Return the bytes that may be offloaded now without a tier dropping their demote."""
-        return min((cascade.room_bytes() for cascade in self._cascades), default=1 << 62)
+        return self._promotions.has_late() or any(cascade.has_work() for cascade in self._cascades)
 
     def reset(self, manifest: Manifest, *, keeps_records: bool = False) -> None:
         """Forget all chunks in all tiers (the weights changed); those to come are `manifest`'s.
@@ -432,7 +419,8 @@ class TierStack:
     def _demote_ahead(self, group_idx: int, count: int) -> None:
         """Let the victims of the next reservations be recorded, by the size of this one."""
         if self._cascades and count:
-            self.demote_victims(group_idx, _DEMOTE_AHEAD * count)
+            shortage = _DEMOTE_AHEAD * count - self._primary.free_count(group_idx)
+            self.demote_coldest(max(0, shortage))
 
     def _bury(self) -> None:
         """Forget doomed chunks that no transfer holds any more."""

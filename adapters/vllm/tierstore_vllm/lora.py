@@ -105,7 +105,7 @@ class AdapterRequests:
         return AdaptedHashes(request.block_hashes, digest)
 
     def shall_ask_again(self, request_id: str) -> bool:
-        """Say whether the next step may tell what a waiting request's adapter is."""
+        """Return whether the next step may tell what a waiting request's adapter is."""
         count = self._ask_counts.get(request_id, ASK_COUNT_MAX)
         if count < ASK_COUNT_MAX:
             self._ask_counts[request_id] = count + 1

@@ -101,7 +101,7 @@ class LoraWatch:
         ]
 
     def holds(self, claim: AdapterClaim) -> bool:
-        """Say whether a request of this adapter will be computed with the weights it claims.
+        """Return whether a request of this adapter will be computed with the weights it claims.
 
         Those in memory are known. Those that were dropped are read again, so the files must be as
         they were; a stat of each says so.
@@ -115,7 +115,7 @@ class LoraWatch:
         return is_same and loaded.adapter == claim.adapter
 
     def watches(self, manager: "LRUCacheWorkerLoRAManager") -> bool:
-        """Say whether this manager is that of the watch's engine; a process may have several."""
+        """Return whether this manager is that of the watch's engine; a process may have several."""
         return manager.lora_config is self._config
 
     def on_load(

@@ -38,7 +38,7 @@ class TierStoreStats(KVConnectorStats):
         return dict(self.data)
 
     def is_empty(self) -> bool:
-        """Say whether nothing was counted."""
+        """Return whether nothing was counted."""
         return not self.data
 
 
