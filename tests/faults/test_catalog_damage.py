@@ -131,6 +131,22 @@ def test_a_damaged_payload_environment_is_a_counted_miss(tmp_path, chunks):
         assert chunks.found(store, FEW) == list(FEW)
 
 
+def test_a_record_row_of_a_wrong_length_is_a_counted_miss(tmp_path, chunks):
+    config = config_of(tmp_path / "tier")
+    with chunks.open(config) as store:
+        chunks.put(store, FEW)
+    env = LmdbEnv.open(tmp_path / "tier" / "catalog", map_bytes=1 << 24, sealed=True)
+    cut = {FEW[3]: 7, FEW[50]: 23, FEW[60]: 0}
+    with env.write(Databases(env).records) as txn:
+        for number, length in cut.items():
+            (key,) = chunks.keys([number])
+            txn.put(key, txn.get(key)[:length])
+    env.close()
+    with chunks.open(config) as store:
+        assert chunks.found(store, FEW) == [number for number in FEW if number not in cut]
+        assert sum(misses(store).values()) == len(cut)
+
+
 def test_a_removed_catalog_gives_its_bytes_back(tmp_path, chunks, stored):
     for name in ("data.mdb", "lock.mdb", "seal.bin"):
         (tmp_path / "tier" / "catalog" / name).unlink()

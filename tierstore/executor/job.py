@@ -4,13 +4,12 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from tierstore.backend.protocol import RecordIo
 from tierstore.dma.protocol import ComputeMark
 from tierstore.executor.progress import SpanRead
 from tierstore.layout import PAGE_BYTES
-from tierstore.record import PLACE_DTYPE
+from tierstore.record import parse_places
 from tierstore.transfer import (
     Demote,
     FailureReason,
@@ -194,7 +193,7 @@ def split_batches(
     Cuts only between extents, so that an extent is written by one call and read with its header
     page. Batches are small enough to keep all threads busy and to overlap reads with copies.
     """
-    fields: npt.NDArray[np.void] = np.frombuffer(b"".join(places), dtype=PLACE_DTYPE)
+    fields = parse_places(places)  # of a damaged catalog they may be anything
     extents = fields["segment"].astype(np.int64) << 32 | fields["header_page"]
     cuts = [*(np.flatnonzero(extents[1:] != extents[:-1]) + 1).tolist(), len(places)]
     target = len(places) * chunk_bytes // (2 * thread_count)
