@@ -171,6 +171,20 @@ def test_five_hundred_models_one_after_another_each_keep_and_find(tmp_path):
     assert stats.record_count >= 40, "manifests took the place of records"
 
 
+def test_manifests_of_models_that_left_cost_a_running_one_no_more_than_their_records(tmp_path):
+    """Goal: manifests that fill the catalog go with their records, not at the next opening."""
+    for number in range(40):
+        harness = Harness(tmp_path, manifest=manifest_of(number))
+        assert isinstance(harness.store(number), Placed)
+        leave(harness)
+    harness = Harness(tmp_path, manifest=manifest_of(1000), chunk=4096)
+    for first in range(0, 400, 4):
+        assert isinstance(harness.store(*range(first, first + 4)), Placed)
+    assert harness.located(*range(400)) == [True] * 400
+    assert harness.catalog.stats().evicted_count < 40
+    assert harness.catalog.check() == []
+
+
 def test_a_catalog_of_version_1_is_refused_by_name_and_kept(tmp_path):
     harness = Harness(tmp_path)
     harness.store(1)

@@ -311,12 +311,12 @@ class CatalogWriter:
                 return
 
     def _make_catalog_room(self, work: CatalogTxn, opened: Mapping[int, Ticket]) -> Sweep | None:
-        """Remove more rows than come while they take more than a catalog may have: garbage first.
+        """Remove more rows than come while they take more than a catalog may have.
 
-        No more at once: pages of rows that went are free only when all on them have gone. Returns
-        how far the sweep has come.
+        Garbage and the manifests of nobody first. No more at once: pages of rows that went are free
+        only when all on them have gone. Returns how far the sweep has come.
         """
-        if not work.space.budget.is_catalog_over:
+        if not work.space.budget.is_catalog_over or work.namespaces.forget_unused():
             return self._sweep
         if self._sweep is not None:
             return work.sweep(self._sweep)
