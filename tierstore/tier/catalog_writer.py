@@ -88,7 +88,7 @@ class CatalogWriter:
     def handle(self, operations: Iterable[Operation]) -> None:
         """Apply operations in order; never raises for a failing catalog."""
         retained, self._retained = self._retained, []
-        for batch in batches([*retained, *operations]):
+        for batch in batches([*retained, *operations], self._key_count):
             if isinstance(batch[0], ForgetNamespace):
                 self._forget(batch[0])
             elif isinstance(batch[0], SweepGarbage):
@@ -130,6 +130,12 @@ class CatalogWriter:
             self._log("sync failed", error)
         self._needs_sync = False
         self._synced_at = self._clock.seconds()
+
+    def _key_count(self, operation: Operation) -> int:
+        if isinstance(operation, CommitTicket):
+            ticket = self._tickets.get(operation.ticket)
+            return 0 if ticket is None else len(ticket.keys)
+        return len(getattr(operation, "keys", ()))
 
     def _apply_batch(self, batch: Sequence[Operation]) -> None:
         has_more = True
@@ -300,7 +306,7 @@ class CatalogWriter:
         )
 
     def _free_pages(self, work: CatalogTxn) -> int:
-        return work.space.budget.space_pages - work.space.state.charged_pages
+        return work.space.free_pages()
 
     def _make_room(self, work: CatalogTxn, pages: int) -> None:
         """Evict until `pages` of all ranks are free or will be when the releases are done."""
