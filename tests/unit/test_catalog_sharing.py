@@ -136,6 +136,21 @@ def test_stored_again_is_used(harness):
     assert harness.located(2, 3, 4) == [True, True, True], "hot, and evicted before cold ones"
 
 
+def test_what_is_stored_again_is_not_evicted_for_what_comes_with_it(harness):
+    """Goal: the oldest records, stored again as the head of a longer prefix, stay in place."""
+    first = 0
+    while not harness.catalog.stats().evicted_count:
+        harness.store(*range(first, first + 8))
+        first += 8
+    oldest = harness.order()[:8][::-1]
+    before = harness.catalog.locate(harness.keys(*oldest))
+    answer = harness.store(*oldest, *range(10_000, 10_032))
+    assert len(answer.keys) == 32
+    assert harness.catalog.locate(harness.keys(*oldest)) == before
+    assert all(harness.located(*range(10_000, 10_032)))
+    assert harness.catalog.check() == []
+
+
 def manifest_of(number, *, facts_bytes=8000):
     """Return a manifest of about so many bytes."""
     facts = {"padding": f"{number:04}" + "x" * facts_bytes}

@@ -7,6 +7,7 @@ one transaction; tickets, waiting requests and events change only after it commi
 import logging
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from tierstore.clock import Clock
 from tierstore.errors import (
@@ -247,6 +248,10 @@ class CatalogWriter:
         while waiting:
             request = waiting[0]
             recorded = work.recorded(request.keys)
+            if recorded and not request.is_noted:
+                # Storing a chunk once more is a use of it, head last: before anything is evicted.
+                work.touch(recorded[::-1])
+                waiting[0] = replace(request, is_noted=True)
             known = fresh.union(recorded)
             keys = [
                 key
@@ -277,7 +282,6 @@ class CatalogWriter:
                 events.append(Refused(request.ticket, FailureReason.FULL))
                 continue
             waiting.popleft()
-            work.touch(recorded[::-1])  # storing a chunk once more is a use of it, head last
             if not keys:
                 events.append(Placed(request.ticket, (), ()))
                 continue
