@@ -1,9 +1,28 @@
 """Capacities are hard, well used, and leave in the order of use, restarts included."""
 
+import errno
+from functools import partial
+
 import pytest
 from store_kit import MIB, Chunks, config_of, du
 
+from tierstore import TierStore
+from tierstore.backend.opening import open_backend
+from tierstore.backend.syscall import SystemCalls
+from tierstore.errors import BackendError
+
 CAPACITY_BYTES = 64 * MIB
+
+
+class FullDevice(SystemCalls):
+    """A device on which no segment can be allocated as long as it is full."""
+
+    is_full = True
+
+    def allocate(self, fd, offset, size_bytes):
+        if self.is_full:
+            raise OSError(errno.ENOSPC, "full")
+        super().allocate(fd, offset, size_bytes)
 
 
 @pytest.mark.parametrize("backend", ["file", "lmdb"])
@@ -84,3 +103,24 @@ def test_two_stores_on_one_path_share_its_capacity_and_its_chunks(tmp_path):
         assert chunks.found(other, newest) == newest
         assert one.check() == []
         assert du(tmp_path / "tier") <= CAPACITY_BYTES
+
+
+def test_a_segment_that_could_not_be_made_at_first_takes_no_more_than_is_charged(tmp_path):
+    """Goal: the pages of writes that failed were released; the file must not bring them back."""
+    chunks = Chunks(65_536)
+    path = tmp_path / "tier"
+    device = FullDevice()
+    config = config_of(path, capacity="256MiB")
+    opener = partial(open_backend, system=device)
+    with TierStore.open(config, chunks.manifest, open_backend=opener) as store:
+        for first in range(0, 90, 3):
+            chunks.put(store, range(first, first + 3))
+            with pytest.raises(BackendError, match="full"):
+                store.flush()
+            assert store.check() == []
+        device.is_full = False
+        chunks.put(store, range(1000, 1001))
+        store.flush()
+        assert store.check() == []
+        assert chunks.found(store, range(1000, 1001)) == [1000]
+        assert du(path) <= store.stats().secondary["disk"].charged_bytes

@@ -14,6 +14,7 @@ from catalog_harness import MIB, Harness
 from tierstore.layout import PAGE_BYTES
 from tierstore.lmdb_env import LmdbEnv
 from tierstore.tier.catalog_messages import (
+    CommitTicket,
     Evict,
     ForgetNamespace,
     Placed,
@@ -90,6 +91,30 @@ def test_payload_and_catalog_never_exceed_the_capacity(tmp_path, backend):
     share = 0.7 if backend == "file" else 0.4  # whose catalog has a share of its own
     assert harness.catalog.stats().payload_bytes >= share * capacity
     harness.catalog.close()
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_what_is_written_by_many_tickets_at_once_leaves_room_for_its_rows(tmp_path, at_once):
+    """Goal: a tier that was given out whole before any row of it existed stays within it."""
+    capacity = 48 * MIB
+    harness = Harness(tmp_path, capacity=capacity, chunk=4096)
+    tickets = []
+    while True:
+        numbers = range(256 * len(tickets), 256 * (len(tickets) + 1))
+        keys = tuple(harness.keys(*numbers))
+        harness.writer.handle([RequestPlaces(len(tickets), keys, harness.chunk)])
+        placed = harness.take()
+        if not placed or not isinstance(placed[0], Placed):
+            break
+        harness.disk.write(placed[0].places)
+        tickets.append(CommitTicket(len(tickets), frozenset()))
+    assert harness.catalog.check() == []
+    for commits in [tickets] if at_once else [[ticket] for ticket in tickets]:
+        harness.writer.handle(commits)
+        file_bytes = harness.catalog._env.used_bytes()
+        assert harness.disk.pages() * PAGE_BYTES + file_bytes <= capacity
+    assert harness.catalog.stats().record_count > 8000
+    assert harness.catalog.check() == []
 
 
 def test_a_reader_that_stopped_costs_no_record_for_good(tmp_path):

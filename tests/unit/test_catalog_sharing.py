@@ -136,6 +136,21 @@ def test_stored_again_is_used(harness):
     assert harness.located(2, 3, 4) == [True, True, True], "hot, and evicted before cold ones"
 
 
+def test_what_is_stored_again_is_not_evicted_for_what_comes_with_it(harness):
+    """Goal: the oldest records, stored again as the head of a longer prefix, stay in place."""
+    first = 0
+    while not harness.catalog.stats().evicted_count:
+        harness.store(*range(first, first + 8))
+        first += 8
+    oldest = harness.order()[:8][::-1]
+    before = harness.catalog.locate(harness.keys(*oldest))
+    answer = harness.store(*oldest, *range(10_000, 10_032))
+    assert len(answer.keys) == 32
+    assert harness.catalog.locate(harness.keys(*oldest)) == before
+    assert all(harness.located(*range(10_000, 10_032)))
+    assert harness.catalog.check() == []
+
+
 def manifest_of(number, *, facts_bytes=8000):
     """Return a manifest of about so many bytes."""
     facts = {"padding": f"{number:04}" + "x" * facts_bytes}
@@ -169,6 +184,20 @@ def test_five_hundred_models_one_after_another_each_keep_and_find(tmp_path):
         assert stats.charged_bytes <= 8 * MIB
         leave(harness)
     assert stats.record_count >= 40, "manifests took the place of records"
+
+
+def test_manifests_of_models_that_left_cost_a_running_one_no_more_than_their_records(tmp_path):
+    """Goal: manifests that fill the catalog go with their records, not at the next opening."""
+    for number in range(40):
+        harness = Harness(tmp_path, manifest=manifest_of(number))
+        assert isinstance(harness.store(number), Placed)
+        leave(harness)
+    harness = Harness(tmp_path, manifest=manifest_of(1000), chunk=4096)
+    for first in range(0, 400, 4):
+        assert isinstance(harness.store(*range(first, first + 4)), Placed)
+    assert harness.located(*range(400)) == [True] * 400
+    assert harness.catalog.stats().evicted_count < 40
+    assert harness.catalog.check() == []
 
 
 def test_a_catalog_of_version_1_is_refused_by_name_and_kept(tmp_path):

@@ -228,9 +228,10 @@ class FileBackend:
         segment, header_page = int(places["segment"][0]), int(places["header_page"][0])
         segment_bytes = int(places["segment_pages"][0]) * PAGE_BYTES
         try:
-            held = self._files.acquire_for_write(segment, segment_bytes)
+            offset = header_page * PAGE_BYTES
+            held = self._files.acquire_for_write(segment, segment_bytes, offset=offset)
             try:
-                written = self._files.write(held, buffers, header_page * PAGE_BYTES)
+                written = self._files.write(held, buffers, offset)
             finally:
                 self._files.release(held)
         except OSError as error:

@@ -77,8 +77,8 @@ class SegmentFiles:
                 return cached
         return self._insert(segment, self._system.open(self._path(segment), self._flags))
 
-    def acquire_for_write(self, segment: int, segment_bytes: int) -> Segment:
-        """Return a segment for writing, created and allocated in full if need be.
+    def acquire_for_write(self, segment: int, segment_bytes: int, *, offset: int) -> Segment:
+        """Return a segment for writing at `offset`, created and allocated from there if need be.
 
         A cached descriptor whose file was unlinked by somebody is not used: what it writes would
         be lost, and the blocks would count against no capacity.
@@ -89,13 +89,13 @@ class SegmentFiles:
         try:
             held = self.acquire(segment)
         except FileNotFoundError:
-            held = self._create(segment, segment_bytes)
+            held = self._create(segment, segment_bytes, offset)
         else:
             status = os.fstat(held.fd)
             if status.st_nlink == 0 or status.st_size < segment_bytes:
                 self.release(held)
                 self._forget(segment)
-                held = self._create(segment, segment_bytes)
+                held = self._create(segment, segment_bytes, offset)
         with self._lock:
             self._unflushed.add(segment)
         return held
@@ -265,8 +265,12 @@ class SegmentFiles:
         if unused:
             os.close(cached.fd)
 
-    def _create(self, segment: int, segment_bytes: int) -> Segment:
-        """Open a segment, creating it or restoring its size; one at a time."""
+    def _create(self, segment: int, segment_bytes: int, offset: int) -> Segment:
+        """Open a segment, creating it or restoring its size; one at a time.
+
+        What lies before `offset` was given out before. Writes there that failed were released,
+        and count no more, so nothing is allocated for them; others bring their own blocks.
+        """
         path = self._path(segment)
         with self._create_lock:
             try:
@@ -278,7 +282,8 @@ class SegmentFiles:
             size_bytes = os.fstat(fd).st_size
             try:
                 if size_bytes < segment_bytes:
-                    self._system.allocate(fd, size_bytes, segment_bytes - size_bytes)
+                    first = max(size_bytes, offset)
+                    self._system.allocate(fd, first, segment_bytes - first)
                 for given_back in self._given_back.get(segment, ()):
                     self._punch(fd, *given_back)
             except OSError:

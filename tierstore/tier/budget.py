@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from tierstore.geometry import SpaceGeometry
+from tierstore.layout import PAGE_BYTES
 from tierstore.lmdb_env import Database, Transaction
 from tierstore.tier.catalog_schema import Databases, OwnerRow, StateRow
 
@@ -24,6 +25,9 @@ GROWTH_PAGES = 32
 _COPIES_PAGES_MAX = 4096
 """Two transactions of 512 records in random order, and a third part for good measure."""
 _MARGIN_PAGES = 96
+
+_ROW_BYTES = 256
+"""Of one record in all databases; leaves of rows that come in random order are two thirds full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +56,8 @@ class Budget:
     """What they may ever sum up to: the catalog may have grown since they were charged."""
     is_catalog_over: bool
     """The rows need more than a catalog may have."""
+    coming_pages: int
+    """What the rows of all that is being written will need, with copies: it is charged."""
 
     @classmethod
     def measure(
@@ -69,11 +75,13 @@ class Budget:
         capacity_bytes = min(capacities, default=geometry.capacity_bytes)
         copies_pages = min(2 * size.live_pages, _COPIES_PAGES_MAX)
         needed_pages = size.live_pages + copies_pages + _MARGIN_PAGES
-        charged_pages = max(size.file_pages, size.live_pages + copies_pages)
+        coming_pages = _coming_pages(state)
+        charged_pages = max(size.file_pages, size.live_pages + copies_pages + coming_pages)
         reserved_pages = charged_pages + _MARGIN_PAGES + GROWTH_PAGES
 
         def payload_pages(catalog_pages: int) -> int:
-            return geometry.payload_pages(capacity_bytes, catalog_pages, state.record_count)
+            record_count = state.record_count + state.writing_count
+            return geometry.payload_pages(capacity_bytes, catalog_pages, record_count)
 
         return cls(
             capacity_bytes=capacity_bytes,
@@ -83,7 +91,16 @@ class Budget:
             space_pages_max=payload_pages(charged_pages),
             is_catalog_over=needed_pages
             > min(geometry.catalog_pages_max(capacity_bytes), size.map_pages),
+            coming_pages=coming_pages,
         )
+
+    def free_pages(self, state: StateRow) -> int:
+        """Return what more may be charged to `state` as it is now: less than none if too much is.
+
+        The rows of what was given places since then are reckoned with.
+        """
+        coming_pages = max(0, _coming_pages(state) - self.coming_pages)
+        return self.space_pages - state.charged_pages - coming_pages
 
 
 def count_live_pages(txn: Transaction, databases: Databases) -> int:
@@ -95,6 +112,10 @@ def read_owners(txn: Transaction, databases: Databases) -> dict[int, OwnerRow]:
     """Return who has the path open, as far as nobody has noticed his death."""
     with txn.cursor(db=databases.owners) as cursor:
         return {int.from_bytes(key, "big"): OwnerRow.unpack(value) for key, value in cursor}
+
+
+def _coming_pages(state: StateRow) -> int:
+    return 3 * -(-state.writing_count * _ROW_BYTES // PAGE_BYTES)
 
 
 def _page_count(txn: Transaction, database: Database | None = None) -> int:

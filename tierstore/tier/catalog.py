@@ -48,6 +48,9 @@ since LMDB shuts out a process whose map is smaller than the file has become."""
 _UNCOUNTED_ROWS_MAX = 128
 """Records that come or go before the pages of all rows are counted again."""
 
+_MANIFEST_ROWS = 2 * _UNCOUNTED_ROWS_MAX
+"""A manifest may have pages of its own: as many rows as to count again whenever one goes."""
+
 _STALE_TRANSACTIONS = 4
 """A reader that has looked at one snapshot for so many transactions of others is not on its way."""
 
@@ -299,6 +302,7 @@ class Catalog:
         """
         size, file_pages = self._last_size, self._file_pages()
         row_count = int(txn.stat(db=self._databases.records)["entries"])
+        row_count += _MANIFEST_ROWS * int(txn.stat(db=self._databases.namespaces)["entries"])
         grown_count = abs(row_count - self._counted_rows)
         if size is None or size.file_pages != file_pages or grown_count > _UNCOUNTED_ROWS_MAX:
             live_pages = count_live_pages(txn, self._databases)

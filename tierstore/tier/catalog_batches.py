@@ -1,7 +1,7 @@
 """How queued operations are cut into transactions."""
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 from tierstore.tier.catalog_messages import (
@@ -16,10 +16,13 @@ __all__ = ["batches", "joined_touches"]
 _BATCH_KEYS_MAX = 512
 
 
-def batches(operations: Iterable[Operation]) -> Iterable[list[Operation]]:
+def batches(
+    operations: Iterable[Operation], key_count_of: Callable[[Operation], int]
+) -> Iterable[list[Operation]]:
     """Cut operations into transactions of bounded size; what is one by itself stands alone.
 
-    Garbage is swept by an idle writer alone.
+    `key_count_of` says how many records an operation changes. Garbage is swept by an idle writer
+    alone.
     """
     batch: list[Operation] = []
     key_count = 0
@@ -34,7 +37,7 @@ def batches(operations: Iterable[Operation]) -> Iterable[list[Operation]]:
             batch, key_count = [], 0
             continue
         batch.append(operation)
-        key_count += len(getattr(operation, "keys", ()))
+        key_count += key_count_of(operation)
         if key_count >= _BATCH_KEYS_MAX:
             yield batch
             batch, key_count = [], 0

@@ -254,6 +254,11 @@ class _Check:
                 sum(row.pending_pages * row.rank_count for row in rows),
             ),
             ("payload bytes", self._state.payload_bytes, int(payload)),
+            (
+                "records being written",
+                self._state.writing_count,
+                sum(int(row.extents["count"].sum()) for row in self._pending),
+            ),
             ("records", self._state.record_count, len(self._records)),
         ):
             if said != found:

@@ -72,6 +72,8 @@ class RequestPlaces:
     ticket: int
     keys: tuple[OffloadKey, ...]
     payload_bytes: int
+    is_noted: bool = False
+    """Whether those of the keys that are recorded were touched already."""
 
 
 @dataclass(frozen=True, slots=True)

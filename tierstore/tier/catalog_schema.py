@@ -138,7 +138,7 @@ class _Row:
 class StateRow(_Row):
     """Counters and sums over the whole path. Pages are summed over all ranks."""
 
-    _LAYOUT: ClassVar[struct.Struct] = struct.Struct("<12Q")
+    _LAYOUT: ClassVar[struct.Struct] = struct.Struct("<13Q")
 
     format_version: int
     backend: int
@@ -156,6 +156,8 @@ class StateRow(_Row):
     """Of all records, on one rank; garbage does not count."""
     record_count: int = 0
     evicted_count: int = 0
+    writing_count: int = 0
+    """Records that have a place and will have rows: those of tickets that are not committed."""
 
 
 class SegmentState(IntEnum):

@@ -7,6 +7,7 @@ one transaction; tickets, waiting requests and events change only after it commi
 import logging
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from tierstore.clock import Clock
 from tierstore.errors import (
@@ -88,7 +89,7 @@ class CatalogWriter:
     def handle(self, operations: Iterable[Operation]) -> None:
         """Apply operations in order; never raises for a failing catalog."""
         retained, self._retained = self._retained, []
-        for batch in batches([*retained, *operations]):
+        for batch in batches([*retained, *operations], self._key_count):
             if isinstance(batch[0], ForgetNamespace):
                 self._forget(batch[0])
             elif isinstance(batch[0], SweepGarbage):
@@ -130,6 +131,12 @@ class CatalogWriter:
             self._log("sync failed", error)
         self._needs_sync = False
         self._synced_at = self._clock.seconds()
+
+    def _key_count(self, operation: Operation) -> int:
+        if isinstance(operation, CommitTicket):
+            ticket = self._tickets.get(operation.ticket)
+            return 0 if ticket is None else len(ticket.keys)
+        return len(getattr(operation, "keys", ()))
 
     def _apply_batch(self, batch: Sequence[Operation]) -> None:
         has_more = True
@@ -241,6 +248,10 @@ class CatalogWriter:
         while waiting:
             request = waiting[0]
             recorded = work.recorded(request.keys)
+            if recorded and not request.is_noted:
+                # Storing a chunk once more is a use of it, head last: before anything is evicted.
+                work.touch(recorded[::-1])
+                waiting[0] = replace(request, is_noted=True)
             known = fresh.union(recorded)
             keys = [
                 key
@@ -271,7 +282,6 @@ class CatalogWriter:
                 events.append(Refused(request.ticket, FailureReason.FULL))
                 continue
             waiting.popleft()
-            work.touch(recorded[::-1])  # storing a chunk once more is a use of it, head last
             if not keys:
                 events.append(Placed(request.ticket, (), ()))
                 continue
@@ -300,7 +310,7 @@ class CatalogWriter:
         )
 
     def _free_pages(self, work: CatalogTxn) -> int:
-        return work.space.budget.space_pages - work.space.state.charged_pages
+        return work.space.free_pages()
 
     def _make_room(self, work: CatalogTxn, pages: int) -> None:
         """Evict until `pages` of all ranks are free or will be when the releases are done."""
@@ -311,12 +321,12 @@ class CatalogWriter:
                 return
 
     def _make_catalog_room(self, work: CatalogTxn, opened: Mapping[int, Ticket]) -> Sweep | None:
-        """Remove more rows than come while they take more than a catalog may have: garbage first.
+        """Remove more rows than come while they take more than a catalog may have.
 
-        No more at once: pages of rows that went are free only when all on them have gone. Returns
-        how far the sweep has come.
+        Garbage and the manifests of nobody first. No more at once: pages of rows that went are free
+        only when all on them have gone. Returns how far the sweep has come.
         """
-        if not work.space.budget.is_catalog_over:
+        if not work.space.budget.is_catalog_over or work.namespaces.forget_unused():
             return self._sweep
         if self._sweep is not None:
             return work.sweep(self._sweep)

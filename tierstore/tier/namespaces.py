@@ -54,8 +54,12 @@ class Namespaces:
             if is_dead(owner):
                 self.forget(namespace)
 
-    def forget_unused(self) -> None:
-        """Forget the manifests of which there is neither a record nor an owner. O(segments)."""
+    def forget_unused(self) -> int:
+        """Forget the manifests of which there is neither a record nor an owner. O(segments).
+
+        Returns:
+            How many these were.
+        """
         used = {row.namespace for row in read_owners(self._txn, self._databases).values()}
         used |= {
             row.namespace
@@ -64,10 +68,11 @@ class Namespaces:
         }
         with self._txn.cursor(db=self._databases.namespaces) as cursor:
             unused = [bytes(key) for key in cursor.iternext(values=False)]
+        unused = [namespace for namespace in unused if namespace not in used]
         for namespace in unused:
-            if namespace not in used:
-                self._txn.delete(namespace, db=self._databases.namespaces)
-                self._txn.delete(namespace, db=self._databases.epochs)
+            self._txn.delete(namespace, db=self._databases.namespaces)
+            self._txn.delete(namespace, db=self._databases.epochs)
+        return len(unused)
 
     def leave(self, owner: int) -> None:
         """Let an owner promise nothing to anybody any more."""

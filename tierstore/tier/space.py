@@ -114,6 +114,13 @@ class Space:
         segment_count = -(-max(0, count) // fit_count(segment_pages, stride_pages, header_pages))
         return segment_count * self._segment_charge(segment_pages)
 
+    def free_pages(self) -> int:
+        """Return the pages on all ranks that may be charged, less than none if there are too many.
+
+        Rows of what this transaction has placed come later, and are reckoned with now.
+        """
+        return self.budget.free_pages(self.state)
+
     def ahead_pages(self) -> int:
         """Return the pages on all ranks that should be free, so that the next writes do not wait.
 
@@ -155,13 +162,18 @@ class Space:
                 row.charged_pages += pages
                 self.state.charged_pages += pages * row.rank_count
             count -= fit
-        return np.array(extents, EXTENT_DTYPE)
+        laid_out = np.array(extents, EXTENT_DTYPE)
+        self.state.writing_count += int(laid_out["count"].sum())
+        return laid_out
 
     def end_writing(self, extents: RowArray) -> RowArray:
         """Note that extents are not being written any more; return those in living segments.
 
         A dead segment goes when the last of them has ended.
         """
+        self.state.writing_count -= int(extents["count"].sum())
+        if self.state.writing_count < 0:
+            raise CatalogDamagedError("more records end being written than began")
         living: npt.NDArray[np.bool_] = np.ones(len(extents), bool)
         for index, segment in enumerate(extents["segment"].tolist()):
             row = self.segment(segment)
