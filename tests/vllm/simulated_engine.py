@@ -51,7 +51,14 @@ class SimulatedEngine:
         self.connector = self.scheduler.connector
         hello = self.worker.get_handshake_metadata()
         self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): hello})
-        self.peer = Peer(groups, self.runner, machine, settings.peer_chance, memory.block_tokens)
+        self.peer = Peer(
+            groups,
+            self.runner,
+            machine,
+            settings.peer_chance,
+            memory.block_tokens,
+            is_sync=settings.peer_is_sync,
+        )
         hash_function = get_hash_fn_by_name("sha256")
         kv_cache_utils.init_none_hash(hash_function)
         self._hasher = kv_cache_utils.get_request_block_hasher(memory.hash_tokens, hash_function)
