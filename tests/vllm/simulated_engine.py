@@ -52,7 +52,14 @@ class SimulatedEngine:
         hello = self.worker.get_handshake_metadata()
         hellos = {} if hello is None else {(0, 0): hello}
         self.connector.set_xfer_handshake_metadata_pp_aware(hellos)
-        self.peer = Peer(groups, self.runner, machine, settings.peer_chance, memory.block_tokens)
+        self.peer = Peer(
+            groups,
+            self.runner,
+            machine,
+            settings.peer_chance,
+            memory.block_tokens,
+            is_sync=settings.peer_is_sync,
+        )
         hash_function = get_hash_fn_by_name("sha256")
         kv_cache_utils.init_none_hash(hash_function)
         self._hasher = kv_cache_utils.get_request_block_hasher(memory.hash_tokens, hash_function)

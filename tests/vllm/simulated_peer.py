@@ -1,7 +1,8 @@
 """A second connector beside tierstore's, as under vLLM's `MultiConnector`.
 
 It knows some prompts and writes their blocks by itself, some steps after vLLM has set them aside,
-ordered after nothing but `handle_preemptions` of the step that names them. tierstore hears of
+ordered after nothing but `handle_preemptions` of the step that names them; or in that step, before
+its forward pass, where vLLM does not let the request wait. tierstore hears of
 these blocks what `MultiConnector` tells a child that was not chosen: `update_state_after_alloc`
 with no tokens.
 """
@@ -40,6 +41,8 @@ class Peer:
     machine: Any
     chance: float
     alignment_tokens: int
+    is_sync: bool = False
+    """It writes before the forward pass of the step that admits the request."""
     loads: list[_PeerLoad] = field(default_factory=list)
     promised: dict[str, int] = field(default_factory=dict)
     load_count: int = 0
@@ -72,11 +75,20 @@ class Peer:
 
     def take_finished(self) -> set[str]:
         """Write the blocks of some loads; name their requests."""
+        if self.is_sync:
+            return set()
         done = [load for load in self.loads if load.is_bound and self.machine.acts(0.4)]
         for load in done:
             self.loads.remove(load)
             self._write(load)
         return {load.request_id for load in done}
+
+    def write_at_once(self) -> None:
+        """Write the blocks of all loads, if the step waits for them."""
+        if self.is_sync:
+            for load in self.loads:
+                self._write(load)
+            self.loads.clear()
 
     def _write(self, load: _PeerLoad) -> None:
         chain = Chain(f"peer {load.request_id}", self.runner.weights, self.runner.known)
@@ -105,7 +117,7 @@ class SharedConnector(TierStoreConnector):
                 self.peer.promised[request.request_id] = 0
             return tokens, is_async
         tokens = self.peer.match(request, num_computed_tokens)
-        return tokens, tokens > 0
+        return tokens, tokens > 0 and not self.peer.is_sync
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self.peer is not None and self.peer.promised.get(request.request_id):
@@ -119,6 +131,11 @@ class SharedConnector(TierStoreConnector):
         super().handle_preemptions(kv_connector_metadata)
         if self.peer is not None:
             self.peer.bind()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self.peer is not None:
+            self.peer.write_at_once()
+        super().start_load_kv(forward_context, **kwargs)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         results = super().get_transfer_results(finished_req_ids)

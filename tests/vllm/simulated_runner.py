@@ -94,11 +94,13 @@ class SimulatedRunner:
         rows = self._update(output)
         connector.bind_connector_metadata(output.kv_connector_metadata)
         result = KVConnectorOutput()
-        assert not output.has_sync_kv_loads
+        if output.has_sync_kv_loads:
+            connector.start_load_kv(None)
         sampled = self._forward(rows)
         if self._random.random() < 0.5:
             machine.turn()
-        connector.start_load_kv(None)
+        if not output.has_sync_kv_loads:
+            connector.start_load_kv(None)
         # With a draft model vLLM saves after the drafter, hence after it has asked for results.
         is_deferred = self._speculation.has_draft_layers and bool(rows)
         if not is_deferred:

@@ -55,6 +55,7 @@ class EngineSettings:
     """vLLM's `prefix_cache_retention_interval`: None keeps every state in the GPU's cache."""
     layout: str = "LBHNC"
     peer_chance: float = 0.0
+    peer_is_sync: bool = False
     reserves_all: bool = True
 
 

@@ -94,6 +94,7 @@ def draw_scenario(seed: int, family: str | None = None) -> Scenario:
             retention=draw.choice([None, 0]),
             layout=draw.choice(["LBHNC", "LBNHC", "BLHNC"]),
             peer_chance=draw.choice([0.0, 0.4]),
+            peer_is_sync=Random(f"peer {seed}").random() < 0.5,
             reserves_all=draw.random() < 0.5,
         ),
         chances=Chances(

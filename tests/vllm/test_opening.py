@@ -230,6 +230,28 @@ def test_what_another_connector_loads_into_is_not_kept_from_before():
     engine.close()
 
 
+def test_what_another_connector_loads_for_the_very_step_is_not_kept_from_before():
+    engine = HookedEngine(ALONE)
+    first, second = make_request("a", 3), make_request("b", 3)
+    engine.scheduler.on_new_request(first)
+    admit(engine, first, [1, 2, 3, 4])
+    engine.step(scheduled((first, [1, 2, 3, 4])), is_looked_at=False)
+    engine.scheduler.request_finished_all_groups(first, ([],))
+    # Its offload is under way, its blocks are free. vLLM holds nothing of the next request, has
+    # another connector load two blocks, and hashes them at once, since no request waits for that.
+    engine.scheduler.on_new_request(second)
+    assert engine.match(second) == (0, False)
+    blocks = [block(3, is_shared=True), block(1, is_shared=True), block(9), block(10)]
+    engine.scheduler.update_state_after_alloc(second, SimpleNamespace(blocks=(blocks,)), 0)
+    second.num_computed_tokens = 32
+    step = engine.step(scheduled((second, [3, 1, 9, 10]), computed_tokens=32))
+    assert len(step.plan.fence_job_ids) == 1
+    assert cached_tokens(engine, first) == 0
+    assert cached_tokens(engine, second) == 48
+    assert engine.scheduler._scheduler.check() == []
+    engine.close()
+
+
 @pytest.mark.parametrize("step_number", [0, 1])
 def test_what_a_failed_load_of_another_connector_was_computed_with_is_not_kept(step_number: int):
     engine = HookedEngine(ALONE)

@@ -49,6 +49,12 @@ def with_peer(scenario: Scenario) -> Scenario:
     return replace(scenario, engine=engine, chances=Chances(copy_happens=0.1), abort=0.1)
 
 
+def with_peer_that_is_waited_for(scenario: Scenario) -> Scenario:
+    """The other connector loads in the step that admits its request; few offloads end by then."""
+    engine = replace(scenario.engine, peer_chance=0.5, peer_is_sync=True)
+    return replace(scenario, engine=engine, chances=Chances(copy_happens=0.03), abort=0.1)
+
+
 def handing_states_over(seed: int) -> Scenario:
     """States, guesses that run over boundaries, and hardly a free block."""
     drawn = alone(draw_scenario(seed, "states"))
@@ -99,6 +105,15 @@ def test_a_state_block_that_is_handed_over_in_the_step_that_offers_it_is_not_kep
 
 def test_offloads_have_read_the_blocks_that_another_connector_loads_into(tmp_path: Path) -> None:
     total = run_all((with_peer(draw_scenario(seed)) for seed in range(12)), tmp_path)
+    assert total["loads of the other connector"] > 0, total
+    assert total["loaded_chunks_total"] > 0, total
+
+
+def test_offloads_have_read_the_blocks_that_another_connector_loads_for_the_very_step(
+    tmp_path: Path,
+) -> None:
+    scenarios = (with_peer_that_is_waited_for(draw_scenario(seed, "full")) for seed in range(6, 14))
+    total = run_all(scenarios, tmp_path)
     assert total["loads of the other connector"] > 0, total
     assert total["loaded_chunks_total"] > 0, total
 

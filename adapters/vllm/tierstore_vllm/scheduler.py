@@ -30,6 +30,7 @@ from tierstore.metrics import Counters
 from tierstore.planner import (
     NOTHING_PLANNED,
     EngineStep,
+    FullTable,
     LoadTarget,
     OffloadPlanner,
     PlannedStep,
@@ -94,6 +95,15 @@ class _Question:
     """Of the load: how many of its tokens come from disk."""
 
 
+@dataclass(frozen=True, slots=True)
+class _SetAside:
+    """What vLLM allocated for a request that loads nothing from here."""
+
+    blocks: "KVCacheBlocks"
+    held_tokens: int | None
+    """What vLLM itself had of the request; None: it did not look, its tokens are computed."""
+
+
 def _may_be_cached(request: "Request") -> bool:
     """Read the request's own parameter; what cannot be understood is not cached."""
     value = (request.kv_transfer_params or {}).get(_CACHE_PARAM, True)
@@ -155,8 +165,10 @@ class SchedulerHalf:
         self._questions: dict[str, _Question] = {}
         self._promised: set[str] = set()
         """Requests that wait for a load of which no worker was told yet."""
-        self._set_aside: dict[str, KVCacheBlocks] = {}
-        """Blocks of requests that load nothing from here, since the last step."""
+        self._held_tokens: dict[str, int] = {}
+        """Of requests that vLLM has asked about since it last allocated for them: what it holds."""
+        self._set_aside: dict[str, _SetAside] = {}
+        """Requests that load nothing from here and got blocks since the last step."""
         self._reader = StepReader(self._requests, self._planner.completing, config.decode)
         self._last_report: WorkerReport | None = None
         self._failure_count = 0
@@ -221,6 +233,7 @@ class SchedulerHalf:
         self, request: "Request", local_tokens: int
     ) -> tuple[int | None, bool]:
         """Say how many tokens beyond the local ones can be loaded; None: ask again."""
+        self._held_tokens[request.request_id] = local_tokens
         if request.skip_reading_prefix_cache:
             return 0, False
         if self._adapters.shall_ask_again(request.request_id):
@@ -235,11 +248,12 @@ class SchedulerHalf:
         self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int
     ) -> None:
         """Plan the load of a hit that vLLM accepted; note blocks that were set aside otherwise."""
+        held_tokens = self._held_tokens.pop(request.request_id, None)
         if external_tokens > 0:
             self._promised.add(request.request_id)
             self._begin_load(request, blocks, external_tokens)
         elif not self.has_given_up:
-            self._set_aside[request.request_id] = blocks
+            self._set_aside[request.request_id] = _SetAside(blocks, held_tokens)
 
     @_guarded(None, is_fatal=True)
     def _begin_load(
@@ -318,23 +332,37 @@ class SchedulerHalf:
         return planned
 
     def _note_foreign_loads(self, step: EngineStep) -> None:
-        """Find the blocks into which another connector loads while their request waits.
+        """Find the blocks into which another connector loads.
 
-        Those of requests that the step computes are in its tables, and fenced.
+        While their request waits, these are all that were set aside; for one that the step
+        computes, those of the tokens that count as computed beyond what vLLM held.
         """
         for table in step.full_tables:
-            self._set_aside.pop(table.request_id, None)
-        for blocks in self._set_aside.values():
+            aside = self._set_aside.pop(table.request_id, None)
+            if aside is not None and aside.held_tokens is not None:
+                self._note_load_into(table, aside.held_tokens)
+        for aside in self._set_aside.values():
             self._planner.note_foreign_load(
                 # A block with a hash is shared with others and holds its bytes already.
                 [
                     block.block_id
-                    for group in blocks.blocks
+                    for group in aside.blocks.blocks
                     for block in group
                     if block.block_hash is None
                 ]
             )
         self._set_aside.clear()
+
+    def _note_load_into(self, table: FullTable, held_tokens: int) -> None:
+        """Note what is loaded for the very step; vLLM has given these blocks their hashes."""
+        loaded: list[int] = []
+        if held_tokens < table.computed_tokens:
+            for spec in self._groups:
+                first = held_tokens // spec.tokens_per_block
+                end = -(-table.computed_tokens // spec.tokens_per_block)
+                loaded += table.block_ids[spec.group_idx][first:end]
+        if loaded:
+            self._planner.note_foreign_load(loaded)
 
     @_guarded(None, is_fatal=True)
     def take_report(self, report: WorkerReport) -> None:
@@ -389,6 +417,7 @@ class SchedulerHalf:
         """
         self._requests.pop(request.request_id, None)
         self._questions.pop(request.request_id, None)
+        self._held_tokens.pop(request.request_id, None)
         self._adapters.forget_request(request.request_id)
         last = self._reader.last_table(request, block_ids) if block_ids else None
         if last is not None:
