@@ -48,7 +48,8 @@ class Gate:
     def try_run(self, call: Callable[[], None], timeout_seconds: float = 0) -> bool:
         """Call unless calls of other threads last longer than `timeout_seconds`; return whether.
 
-        For a thread of the store's own, and for one that must not wait long.
+        A negative time has no end. For a thread of the store's own, and for one that must not wait
+        long.
         """
         thread_id = threading.get_ident()
         try:

@@ -28,7 +28,6 @@ from tierstore.lmdb_lock import opening_lock
 
 __all__ = [
     "ERRORS",
-    "OPENING_SECONDS_MAX",
     "Cursor",
     "Database",
     "LmdbEnv",
@@ -48,7 +47,7 @@ else:
     Cursor = lmdb.Cursor
     Database = lmdb._Database  # noqa: SLF001 - exported under this name only
 
-OPENING_SECONDS_MAX = 30.0
+_OPENING_SECONDS_MAX = 30.0
 """An opener waits so long for others that verify and open the same environment."""
 
 _FileId: TypeAlias = tuple[int, int]
@@ -150,7 +149,7 @@ class LmdbEnv:
         map_bytes: int,
         readahead: bool = False,
         sealed: bool = False,
-        wait_seconds_max: float = OPENING_SECONDS_MAX,
+        wait_seconds_max: float = _OPENING_SECONDS_MAX,
     ) -> Self:
         """Open or create the environment below `directory`, which is made if needed.
 

@@ -12,7 +12,6 @@ from tierstore.testing.spread import spread_hash
 from tierstore.tier.primary import PrimaryTier
 
 numbers = st.integers(0, 25)
-GROUP_COUNT = 3
 
 
 def keys_of(group_idx, chosen):

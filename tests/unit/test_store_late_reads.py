@@ -15,6 +15,7 @@ from waiting import within_seconds
 from tierstore import TierStore
 from tierstore.backend.opening import open_backend
 from tierstore.planes import Patience
+from tierstore.testing.faults import ReadFaults, unreadable_opener
 from tierstore.transfer import FailureReason
 
 CHUNKS = Chunks(65_536)
@@ -106,35 +107,17 @@ def test_reads_that_end_late_harm_no_get(tmp_path, cascade, number):
         assert set(range(1000, 1032)) <= set(CHUNKS.found(store, [*numbers, *range(1000, 1032)]))
 
 
-class HungBackend:
-    """A device whose reads do not end until they may."""
-
-    def __init__(self, backend):
-        self._backend = backend
-        self.may_end = threading.Event()
-
-    def read(self, records):
-        self.may_end.wait()
-        return self._backend.read(records)
-
-    def __getattr__(self, name):
-        return getattr(self._backend, name)
-
-
 @pytest.mark.parametrize("cascade", ["on_evict", "write_through"])
 def test_a_read_that_hangs_holds_up_neither_flush_nor_close(tmp_path, cascade):
-    backends = []
-
-    def open_hung(*args, **kwargs):
-        backends.append(HungBackend(open_backend(*args, **kwargs)))
-        return backends[-1]
-
     # One thread hangs, the other writes.
     config = config_of(tmp_path, cascade=cascade, io={"threads": 2, "deadline": "100ms"})
     with CHUNKS.open(config) as store:
         assert CHUNKS.put(store, range(4)) == 4
+    faults = ReadFaults()
+    faults.hang(CHUNKS.keys(range(4)))
+    opener = unreadable_opener({"disk": faults})
     patience = Patience(close_seconds=0.3)
-    store = TierStore.open(config, CHUNKS.manifest, open_backend=open_hung, patience=patience)
+    store = TierStore.open(config, CHUNKS.manifest, open_backend=opener, patience=patience)
     try:
         assert CHUNKS.found(store, [1]) == []
         assert CHUNKS.put(store, range(100, 120)) == 20
@@ -144,7 +127,7 @@ def test_a_read_that_hangs_holds_up_neither_flush_nor_close(tmp_path, cascade):
         store.close()
         assert time.monotonic() - started < SECONDS_MAX / 2
     finally:
-        backends[0].may_end.set()
+        faults.go_on()
         store.close()
     with CHUNKS.open(config) as store:
         assert CHUNKS.found(store, [*range(4), *range(100, 120)]) == [*range(4), *range(100, 120)]

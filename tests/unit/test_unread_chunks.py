@@ -115,7 +115,7 @@ def test_records_that_nobody_asked_for_outlive_a_device_that_fails_for_a_while(t
     assert tiers.locate(2) == [RESIDENT]
 
 
-def test_a_chunk_whose_record_cannot_be_read_is_stored_anew(tiers, clock):
+def test_a_chunk_whose_record_cannot_be_read_is_stored_anew(tiers):
     (before,) = tiers.stack.secondaries[0].locate(keys(1))
     answer(tiers, begin(tiers, 1), {0: IO_ERROR})
     tiers.store(1)
@@ -319,7 +319,7 @@ def test_late_bytes_are_dropped_after_a_reset(tiers, moment):
     tiers.assert_all_slots_can_be_had()
 
 
-def test_a_tier_whose_hung_reads_hold_its_share_of_slots_is_not_asked(two_disks, clock):
+def test_a_tier_whose_hung_reads_hold_its_share_of_slots_is_not_asked(two_disks):
     tiers = two_disks  # a quarter of four slots is one
     for number in (3, 4, *OTHERS):
         tiers.store(number)

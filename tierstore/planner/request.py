@@ -7,11 +7,11 @@ from tierstore.layout import GroupKind
 from tierstore.planner.groups import GroupOffloadConfig
 from tierstore.transfer import JobId
 
-__all__ = ["LOAD_RETRY_COUNT_MAX", "RequestGroupState", "RequestOffloadState", "Wait"]
+__all__ = ["RequestGroupState", "RequestOffloadState", "Wait"]
 
 _NEVER = 1 << 62
 
-LOAD_RETRY_COUNT_MAX = 1
+_LOAD_RETRY_COUNT_MAX = 1
 """Loads of one request after one that failed."""
 
 
@@ -107,7 +107,7 @@ class RequestOffloadState:
         would never be computed.
         """
         self.failed_load_count += 1
-        self.is_suppressed |= self.failed_load_count > LOAD_RETRY_COUNT_MAX
+        self.is_suppressed |= self.failed_load_count > _LOAD_RETRY_COUNT_MAX
 
     def outdate(self, configs: Sequence[GroupOffloadConfig]) -> None:
         """Name chunks by `configs`, and offer none that comes after KV from before."""

@@ -184,7 +184,7 @@ class ReadFaults:
             self._reasons.update(dict.fromkeys(keys, reason))
 
     def hang(self, keys: Iterable[OffloadKey]) -> None:
-        """Let reads of these keys wait for `heal`, wherever their records lie."""
+        """Let reads of these keys wait for `go_on` or `heal`, wherever their records lie."""
         gate = threading.Event()
         with self._lock:
             self._hung.update(dict.fromkeys(keys, gate))

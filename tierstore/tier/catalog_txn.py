@@ -26,9 +26,9 @@ from tierstore.tier.namespaces import Namespaces
 from tierstore.tier.space import Space
 from tierstore.tier.sweep import Sweep
 
-__all__ = ["EVICT_COUNT_MAX", "CatalogTxn", "Ticket"]
+__all__ = ["CatalogTxn", "Ticket"]
 
-EVICT_COUNT_MAX = 512
+_EVICT_COUNT_MAX = 512
 """Records that one transaction evicts at most, so that other processes get their turn, and what a
 transaction needs of the map is bounded."""
 
@@ -72,7 +72,7 @@ class CatalogTxn:
 
     def may_evict(self) -> bool:
         """Return whether this transaction may drop further records."""
-        return self._dropped_count < EVICT_COUNT_MAX
+        return self._dropped_count < _EVICT_COUNT_MAX
 
     def recorded(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Return the keys that have a record, in order, each once."""
@@ -152,13 +152,13 @@ class CatalogTxn:
     def evict(self, page_count: int, record_count: int = 1) -> int:
         """Evict the oldest unpinned records until both counts are reached; return how many went.
 
-        `page_count` is of one rank. At most `EVICT_COUNT_MAX` records per transaction. Garbage on
+        `page_count` is of one rank. At most `_EVICT_COUNT_MAX` records per transaction. Garbage on
         the way goes, too, and frees nothing: who needs pages asks again.
         """
         sequences: list[bytes] = []
         keys: list[bytes] = []
         pages = 0
-        budget = EVICT_COUNT_MAX - self._dropped_count
+        budget = _EVICT_COUNT_MAX - self._dropped_count
         pins = self._pins
         with self._txn.cursor(db=self._databases.order) as cursor:
             for sequence, value in cursor.iternext():

@@ -16,7 +16,7 @@ from tierstore.tier.reservation import ChunkState
 from tierstore.tier.secondary import SecondaryTier
 from tierstore.transfer import FailureReason, Place
 
-__all__ = ["FAILURES_MAX", "HIDDEN_SECONDS", "STALLED_SECONDS", "ReadableRecords"]
+__all__ = ["HIDDEN_SECONDS", "STALLED_SECONDS", "ReadableRecords"]
 
 HIDDEN_SECONDS = 30.0
 """A record that could not be read is not offered for so long: long enough for others of a device
@@ -25,7 +25,7 @@ that had a hiccup to be read meanwhile, short enough to matter after it."""
 STALLED_SECONDS = 2.0
 """The same for one that nobody tried to read: nothing is known against it."""
 
-FAILURES_MAX = 2
+_FAILURES_MAX = 2
 """A record that could not be read so often is removed: its device may be sound, it is not."""
 
 _REMEMBERED_MAX = 1 << 14
@@ -102,14 +102,14 @@ class ReadableRecords:
             known = self._failures.get(key)
             count = known.count if known else 0
             if reason in _WORTHLESS:
-                count = FAILURES_MAX
+                count = _FAILURES_MAX
             elif reason in _UNREADABLE:
-                count = min(FAILURES_MAX, count + 1)
+                count = min(_FAILURES_MAX, count + 1)
             elif reason is not FailureReason.STALLED:
                 continue
             is_tried = reason is not FailureReason.STALLED
             self._remember(key, count, HIDDEN_SECONDS if is_tried else STALLED_SECONDS)
-            if is_tried and count == FAILURES_MAX:
+            if is_tried and count == _FAILURES_MAX:
                 worthless.append(key)
         if worthless:
             self._remove(worthless)
@@ -128,7 +128,7 @@ class ReadableRecords:
         if not self._failures:
             return
         counts = {key: self._failures[key].count for key in keys if key in self._failures}
-        unreadable = [key for key, count in counts.items() if 0 < count < FAILURES_MAX]
+        unreadable = [key for key, count in counts.items() if 0 < count < _FAILURES_MAX]
         if unreadable:  # those beyond were removed when they failed
             self._remove(unreadable)
         self.succeed(key for key, count in counts.items() if count)

@@ -26,13 +26,13 @@ from tierstore.tier.residency import ResidencyLog
 from tierstore.tier.secondary import SecondaryTier
 from tierstore.transfer import Command, IntArray, JobId, Promote, TransferDone
 
-__all__ = ["PRIMARY_NAME", "TierStack"]
+__all__ = ["TierStack"]
 
 _DEMOTE_AHEAD = 2
 """An `on_evict` tier records the victims of the next reservations ahead, by this many times the
 size of the last one, so that a reservation need not wait for a write."""
 
-PRIMARY_NAME = "primary"
+_PRIMARY_NAME = "primary"
 """The primary tier's label in metrics."""
 
 
@@ -60,8 +60,8 @@ class TierStack:
         self._secondaries = secondaries
         self._cascades = cascades
         self._counters = counters
-        self._evicted_chunks = counters.tally(Metric.EVICTED_CHUNKS, label=PRIMARY_NAME)
-        self._hit_chunks = counters.tally(Metric.HIT_CHUNKS, label=PRIMARY_NAME)
+        self._evicted_chunks = counters.tally(Metric.EVICTED_CHUNKS, label=_PRIMARY_NAME)
+        self._hit_chunks = counters.tally(Metric.HIT_CHUNKS, label=_PRIMARY_NAME)
         self._offloaded_chunks = counters.tally(Metric.OFFLOADED_CHUNKS)
         self._offloaded_bytes = counters.tally(Metric.OFFLOADED_BYTES)
         self._residency = residency
