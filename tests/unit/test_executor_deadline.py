@@ -253,7 +253,7 @@ def test_a_tier_that_stands_still_is_not_asked_until_it_moves(tiers):
 
 def test_a_write_that_hangs_keeps_reads_waiting_no_longer_than_the_deadline(tiers):
     begun = tiers.hang(0, 9)
-    demote = Demote(job_id=JobId(5), tier_idx=0, group_idx=0, **records([9]))
+    demote = Demote(job_id=JobId(5), tier_idx=0, group_idx=0, owner=1, **records([9]))
     tiers.executor.submit([demote])
     assert begun.acquire(timeout=60)
     tiers.load((0, [1]))
