@@ -188,6 +188,15 @@ def test_a_reset_that_keeps_records_forgets_memory_alone(tmp_path, cascade):
         tiers.assert_all_slots_can_be_had()
 
 
+def test_a_reset_that_keeps_records_forgets_what_was_not_written(tmp_path):
+    with opened(tmp_path, {}, slot_count=8) as tiers:
+        tiers.keep(*range(8))
+        (cascade,) = tiers.stack.cascades
+        assert "queue_full" in str(tiers.counters.snapshot())
+        tiers.stack.reset(MANIFEST, keeps_records=True)
+        assert cascade._failures.keys() == []
+
+
 def test_a_demote_that_a_reset_overtakes_is_recorded_if_records_are_kept(tiers):
     tiers.keep(1, 2)  # their places are asked for, and nothing is written yet
     tiers.stack.reset(MANIFEST, keeps_records=True)

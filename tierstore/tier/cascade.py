@@ -284,6 +284,7 @@ class Cascade:
         """Forget what was known of chunks in memory; demotes on their way go on (reset)."""
         self._settled &= self._in_flight
         self._once_seen.clear()
+        self._failures.clear()
 
     def _request_unsettled(self, keys: Sequence[OffloadKey]) -> None:
         self._request_groups([key for key in keys if key not in self._settled])
