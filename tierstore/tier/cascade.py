@@ -10,7 +10,7 @@ Pins keep the slots' bytes in place meanwhile; the write queue's limit bounds pi
 
 import itertools
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -151,6 +151,11 @@ class Cascade:
                 self._once_seen.popitem(last=False)
         else:
             self._drop(len(unsettled), "evicted_before_written")
+
+    def on_buried(self, keys: Collection[OffloadKey]) -> None:
+        """Take note of chunks that a reset has forgotten and that no transfer holds any more."""
+        self._failures.drop(keys)
+        self._settled.difference_update(keys)
 
     def on_erased(self, keys: Sequence[OffloadKey]) -> None:
         """Take note of records that this tier has no more."""
