@@ -188,6 +188,15 @@ def test_a_reset_that_keeps_records_forgets_memory_alone(tmp_path, cascade):
         tiers.assert_all_slots_can_be_had()
 
 
+def test_a_reset_that_keeps_records_forgets_what_was_not_written(tmp_path):
+    with opened(tmp_path, {}, slot_count=8) as tiers:
+        tiers.keep(*range(8))
+        (cascade,) = tiers.stack.cascades
+        assert "queue_full" in str(tiers.counters.snapshot())
+        tiers.stack.reset(MANIFEST, keeps_records=True)
+        assert cascade._failures.keys() == []
+
+
 def test_a_demote_that_a_reset_overtakes_is_recorded_if_records_are_kept(tiers):
     tiers.keep(1, 2)  # their places are asked for, and nothing is written yet
     tiers.stack.reset(MANIFEST, keeps_records=True)
@@ -195,6 +204,19 @@ def test_a_demote_that_a_reset_overtakes_is_recorded_if_records_are_kept(tiers):
     assert tiers.recorded(0, 1, 2) == [1, 2]
     assert tiers.locate(1, 2) == [RECORDED, RECORDED]
     tiers.assert_all_slots_can_be_had()
+
+
+def test_a_chunk_that_a_reset_overtook_on_its_way_down_is_new_when_it_comes_again(tmp_path):
+    with opened(tmp_path, {"cascade": "on_evict"}) as tiers:
+        tiers.keep(1, 2)
+        tiers.stack.demote_coldest(SLOT_COUNT)
+        tiers.stack.reset(MANIFEST, keeps_records=True)
+        assert tiers.recorded(0, 1, 2) == [1, 2]
+        (tier,) = tiers.stack.secondaries
+        tier.remove(keys(1, 2))  # it may as well not have been written
+        assert tier.wait(60)
+        tiers.store(1, 2)
+        assert tiers.recorded(0, 1, 2) == [1, 2]
 
 
 def test_what_is_on_its_way_into_memory_is_forgotten_if_records_are_kept(tiers):

@@ -10,7 +10,7 @@ Pins keep the slots' bytes in place meanwhile; the write queue's limit bounds pi
 
 import itertools
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -152,6 +152,11 @@ class Cascade:
         else:
             self._drop(len(unsettled), "evicted_before_written")
 
+    def on_buried(self, keys: Collection[OffloadKey]) -> None:
+        """Take note of chunks that a reset has forgotten and that no transfer holds any more."""
+        self._failures.drop(keys)
+        self._settled.difference_update(keys)
+
     def on_erased(self, keys: Sequence[OffloadKey]) -> None:
         """Take note of records that this tier has no more."""
         if self._residency is not None:
@@ -284,6 +289,7 @@ class Cascade:
         """Forget what was known of chunks in memory; demotes on their way go on (reset)."""
         self._settled &= self._in_flight
         self._once_seen.clear()
+        self._failures.clear()
 
     def _request_unsettled(self, keys: Sequence[OffloadKey]) -> None:
         self._request_groups([key for key in keys if key not in self._settled])

@@ -427,7 +427,10 @@ class TierStack:
         if self._doomed:
             arriving = self._primary.arriving.keys()
             held = self._primary.discard(self._doomed - arriving)
-            self._doomed &= arriving | set(held)
+            gone = self._doomed - arriving - set(held)
+            self._doomed -= gone
+            for cascade in self._cascades:
+                cascade.on_buried(gone)
 
     def _touch_resident(self, keys: Sequence[OffloadKey]) -> None:
         tail_first = keys[::-1]
