@@ -13,6 +13,7 @@ import lmdb
 
 from tierstore import lmdb_env
 from tierstore.config import SecondaryConfig
+from tierstore.errors import BackendFullError
 from tierstore.key import make_offload_keys
 from tierstore.lmdb_env import LmdbEnv
 from tierstore.manifest import Manifest
@@ -289,3 +290,26 @@ def test_an_environment_is_opened_once_per_process(tmp_path):
         assert txn.stat()["entries"] == 0
     first.close()
     assert logging.getLogger("tierstore").handlers == []
+
+
+def test_a_reset_that_a_failing_catalog_could_not_do_is_done_without_further_writes(tmp_path):
+    """Goal: a tier that is only read from is not hidden for good by one failure."""
+    tier, other = open_tier(tmp_path), open_tier(tmp_path)
+    store(other, 1, 2, 3, 4)
+    tier._catalog._env.write, real = refuse_writing, tier._catalog._env.write
+    tier.reset(MANIFEST)
+    assert tier.wait(60)
+    tier._catalog._env.write = real
+    deadline = time.monotonic() + 60
+    while other.stats().record_count and time.monotonic() < deadline:
+        tier.poll()
+    assert other.stats().record_count == 0
+    store(other, 5, 6, ticket=2)
+    assert None not in tier.locate(keys_of(5, 6))
+    assert tier.check() == []
+    other.close()
+    tier.close()
+
+
+def refuse_writing(*_):
+    raise BackendFullError("no space")

@@ -55,6 +55,8 @@ _ADOPT_SECONDS = 5.0
 """Between two looks whether others who share the path, and its capacity, are dead."""
 _HOLD_SECONDS = 2.0
 """Requests wait so long for a reader that has stopped, and are refused as long as it stays so."""
+_RETRY_SECONDS = 1.0
+"""Until what a failing catalog could not do is tried again, if nothing else comes before."""
 _OVER_EVICT_MIN = 8
 
 
@@ -75,6 +77,7 @@ class CatalogWriter:
         self._tickets: dict[int, Ticket] = {}
         self._writing: set[OffloadKey] = set()
         self._retained: list[Operation] = []
+        self._retained_at = 0.0
         self._answered: set[int] = set()
         """Tickets whose commit is retained, but was answered when it failed."""
         self._sweep: Sweep | None = None
@@ -106,6 +109,11 @@ class CatalogWriter:
     def has_garbage(self) -> bool:
         """Whether there are rows of forgotten namespaces to sweep."""
         return self._sweep is not None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to try again what a failing catalog could not do."""
+        return bool(self._retained) and self._clock.seconds() - self._retained_at >= _RETRY_SECONDS
 
     def recover(self) -> None:
         """Adopt what dead owners left, and make room if the capacity shrank."""
@@ -386,6 +394,7 @@ class CatalogWriter:
         full = isinstance(error, BackendFullError)
         is_damage = isinstance(error, BackendCorruptError | CatalogDamagedError)
         reason = FailureReason.FULL if full else FailureReason.IO_ERROR
+        self._retained_at = self._clock.seconds()
         requests = [operation for operation in batch if isinstance(operation, RequestPlaces)]
         for request in [*self.waiting, *requests]:
             self.events.append(Refused(request.ticket, reason))

@@ -205,8 +205,9 @@ class SecondaryTier:
             if isinstance(event, Freed):
                 self._lookups.forget(event.evicted)
         if not polled and self._mailbox.wait_idle(0):
-            if self._writer.waiting:
-                # Another process may have given the bytes back that a request waits for.
+            if self._writer.waiting or self._writer.is_due:
+                # Another process may have given the bytes back that a request waits for, and a
+                # reset that failed hides the tier until it is done.
                 self._put(Evict())
             elif self._writer.has_garbage:
                 self._put(SweepGarbage())
