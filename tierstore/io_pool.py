@@ -71,7 +71,10 @@ class IoPool:
     def __init__(self, thread_count: int, name: str) -> None:
         self._thread_count = thread_count
         self._name = name
-        self._changed = threading.Condition()
+        # An interruption cannot keep a lock from being left, as it can a condition, which is left
+        # by a function in Python.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._order: TaskOrder[Callable[[], object]] = TaskOrder()
         self._is_closing = False
         self._threads: list[threading.Thread] = []
@@ -85,20 +88,20 @@ class IoPool:
 
     def submit_read(self, task: Callable[[], object]) -> None:
         """Queue a read. `task` reports its own outcome and must not raise."""
-        with self._changed:
+        with self._lock:
             self._order.add_read(task)
             self._changed.notify()
 
     def submit_write(self, task: Callable[[], object]) -> None:
         """Queue a write. `task` reports its own outcome and must not raise."""
-        with self._changed:
+        with self._lock:
             self._order.add_write(task)
             self._changed.notify()
 
     def close(self, timeout_seconds: float) -> bool:
         """Run what is queued, then stop; False: a thread still hangs in its I/O. Idempotent."""
         until = time.monotonic() + timeout_seconds
-        with self._changed:
+        with self._lock:
             self._is_closing = True
             self._changed.notify_all()
         for thread in self._threads:
@@ -108,7 +111,7 @@ class IoPool:
     def _run(self) -> None:
         _this_thread.is_pooled = True
         while True:
-            with self._changed:
+            with self._lock:
                 self._changed.wait_for(lambda: bool(self._order) or self._is_closing)
                 task = self._order.take()
             if task is None:
@@ -127,7 +130,8 @@ class Mailbox(Generic[Item]):
         """`handle` runs in the thread, is given one or more items, and must not raise."""
         self._handle = handle
         self._items: list[Item] = []
-        self._condition = threading.Condition()
+        self._lock = threading.RLock()  # as in `IoPool`
+        self._condition = threading.Condition(self._lock)
         self._busy = False
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -142,7 +146,7 @@ class Mailbox(Generic[Item]):
         Raises:
             ClosedError: after `close`.
         """
-        with self._condition:
+        with self._lock:
             if self._closed:
                 raise ClosedError("the mailbox is closed")
             self._items.append(item)
@@ -154,7 +158,7 @@ class Mailbox(Generic[Item]):
         Raises:
             ClosedError: after `close`.
         """
-        with self._condition:
+        with self._lock:
             if len(self._items) >= waiting_max:
                 return False
             self.put(item)
@@ -162,7 +166,7 @@ class Mailbox(Generic[Item]):
 
     def wait_idle(self, timeout_seconds: float) -> bool:
         """Wait until nothing is queued or being handled; False: time is up."""
-        with self._condition:
+        with self._lock:
             return self._condition.wait_for(
                 lambda: not self._items and not self._busy, timeout_seconds
             )
@@ -172,7 +176,7 @@ class Mailbox(Generic[Item]):
 
         The thread itself may call it: it ends after what it is handling.
         """
-        with self._condition:
+        with self._lock:
             self._closed = True
             self._condition.notify_all()
         if self._thread.ident not in (None, threading.get_ident()):
@@ -182,7 +186,7 @@ class Mailbox(Generic[Item]):
     def _run(self) -> None:
         _this_thread.is_pooled = True
         while True:
-            with self._condition:
+            with self._lock:
                 self._condition.wait_for(lambda: bool(self._items) or self._closed)
                 if not self._items:
                     return
@@ -193,6 +197,6 @@ class Mailbox(Generic[Item]):
             except Exception:  # the outermost frame of a thread: a bug must not end it
                 _logger.exception("mailbox batch failed: items=%d", len(batch))
             finally:
-                with self._condition:
+                with self._lock:
                     self._busy = False
                     self._condition.notify_all()

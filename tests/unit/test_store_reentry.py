@@ -325,6 +325,47 @@ def test_an_exception_at_any_line_leaves_a_store_that_is_right_or_refuses(tmp_pa
     assert raise_at_each(tmp_path, call, sampled_lines(count), error) > SAMPLES // 4
 
 
+class AtLock(AtLine):
+    """Acts where a signal would be handled: at the start of a function of `threading`, the n-th."""
+
+    def __enter__(self):
+        sys.setprofile(self._enter)
+        return self
+
+    def __exit__(self, *_):
+        sys.setprofile(None)
+
+    def _enter(self, frame, event, argument):
+        if event == "call" and frame.f_code.co_filename == threading.__file__:
+            self.count += 1
+            if self.count == self.n:
+                sys.setprofile(None)
+                self.act()
+
+
+@pytest.mark.parametrize("call", ["put", "get"])
+def test_an_interruption_leaves_no_lock_that_threads_wait_for(tmp_path, call):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    life = Life(tmp_path, patience=Patience(close_seconds=60))
+    for _ in range(9):
+        life.put()
+    with AtLock(LINES_MAX, lambda: None) as lock:
+        getattr(life, call)()
+    for n in sampled_lines(lock.count):
+        known = list(life.stored)
+        with contextlib.suppress(KeyboardInterrupt), AtLock(n, interrupt):
+            getattr(life, call)()
+        life.stored = known
+        tiers = life.store._executor._tiers
+        life.store.close()
+        assert not any(thread.is_alive() for tier in tiers for thread in tier.pool._threads), n
+        life.open()
+        CHUNKS.put(life.store, life.stored)
+    life.store.close()
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("call", ["put", "get"])

@@ -77,8 +77,10 @@ class TransferExecutor:
         self._counters = counters
         self._clock = clock
         self._copy_ids = itertools.count(1)
-        # Guards what follows: tasks report from their threads.
-        self._changed = threading.Condition()
+        # Guards what follows: tasks report from their threads. An interruption cannot keep a lock
+        # from being left, as it can a condition, which is left by a function in Python.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._jobs: dict[JobId, Job] = {}
         self._copies: dict[CopyId, Copy] = {}
         self._submitting_count = 0  # I/O threads that are submitting a copy right now
@@ -153,7 +155,7 @@ class TransferExecutor:
         """Keep the engine's next step from writing before these offloads have left the GPU."""
         if self._engine is not None and job_ids:
             wanted = set(job_ids)
-            with self._changed:
+            with self._lock:
                 copy_ids = [c for c, copy in self._copies.items() if copy.job.job_id in wanted]
             self._engine.fence(tuple(copy_ids))
 
@@ -167,7 +169,7 @@ class TransferExecutor:
         after = None
         for command in commands:
             job = Job(command.job_id)
-            with self._changed:
+            with self._lock:
                 self._jobs[command.job_id] = job
             if isinstance(command, Offload):
                 assert self._engine is not None, "an offload needs registered KV caches"
@@ -187,7 +189,7 @@ class TransferExecutor:
         arrived = self._engine.poll() if self._engine is not None else []
         refused = self._engine.take_failed() if self._engine is not None else []
         answers: list[TransferDone] = []
-        with self._changed:
+        with self._lock:
             for copy_id in arrived:
                 self._copies.pop(copy_id).job.copies_left -= 1
             for copy_id in refused:
@@ -205,7 +207,7 @@ class TransferExecutor:
 
     def wait(self, timeout_seconds: float) -> None:
         """Sleep until a task reports or time is up; not at all while copies are on their way."""
-        with self._changed:
+        with self._lock:
             if not self._copies and not any(job.is_settled() for job in self._jobs.values()):
                 self._changed.wait(timeout_seconds)
 
@@ -233,7 +235,7 @@ class TransferExecutor:
         for tier_idx in tier_indices:
             tier = self._tiers[tier_idx]
             tier.pool.submit_write(partial(self._sync, tier_idx, tier.backend, unsynced, answers))
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: not unsynced, timeout_seconds)
             hung = dict.fromkeys(unsynced, f"no flush within {timeout_seconds:g} s")
             return answers | hung
@@ -281,7 +283,7 @@ class TransferExecutor:
         tier = self._tiers[promote.tier_idx]
         chunk_bytes = self._chunk_bytes[promote.group_idx]
         spans = split_spans(promote, first, chunk_bytes, tier.config.io.threads)
-        with self._changed:
+        with self._lock:
             now = self._clock.seconds()
             if tier.progress.is_stalled(now):
                 # Not queued: a device that never answers must not gather the tasks of every load.
@@ -300,14 +302,14 @@ class TransferExecutor:
         tier = self._tiers[demote.tier_idx]
         chunk_bytes = self._chunk_bytes[demote.group_idx]
         spans = split_spans(demote, 0, chunk_bytes, tier.config.io.threads)
-        with self._changed:
+        with self._lock:
             self._accept(job, tier, len(spans))
         for span in spans:
             tier.pool.submit_write(partial(self._write, job, tier, demote.owner, span))
 
     def _start_release(self, job: Job, release: Release) -> None:
         tier = self._tiers[release.tier_idx]
-        with self._changed:
+        with self._lock:
             self._accept(job, tier, 1)
         tier.pool.submit_write(partial(self._release, job, tier, release))
 
@@ -324,7 +326,7 @@ class TransferExecutor:
         """Submit one copy; may run in an I/O thread."""
         copy_id = CopyId(next(self._copy_ids))
         offload_count = len(part.slots) if isinstance(part, Offload) else 0
-        with self._changed:
+        with self._lock:
             self._copies[copy_id] = Copy(job, offload_count)
             job.copies_left += 1
         where = (part.group_idx, part.block_ids, part.slots)
@@ -340,7 +342,7 @@ class TransferExecutor:
             reason = FailureReason.LAYOUT if isinstance(error, LayoutError) else reason
         finally:
             if reason is not None:  # a bug, too, ends the copy: its job has to be answered
-                with self._changed:
+                with self._lock:
                     self._end_refused_copy(copy_id, reason)
         if reason is None and isinstance(part, LoadPart):
             count = len(part.slots)
@@ -370,7 +372,7 @@ class TransferExecutor:
 
     def _begin_read(self, job: Job, tier: TierIo, span: RecordSpan) -> bool:
         """Note that a read has its turn; False: it was given up, its slots are somebody else's."""
-        with self._changed:
+        with self._lock:
             now = self._clock.seconds()
             read = job.reads.get(span.indices.start)
             if read is None:
@@ -382,7 +384,7 @@ class TransferExecutor:
 
     def _send_on(self, job: Job, parts: list[LoadPart], engine: CopyEngine) -> None:
         for part in parts:
-            with self._changed:
+            with self._lock:
                 if job.abandoned:
                     return
                 # Counted before the lock is dropped: a job with a copy on its way cannot be
@@ -392,14 +394,14 @@ class TransferExecutor:
             try:
                 self._start_copy(job, part, engine)
             finally:
-                with self._changed:
+                with self._lock:
                     job.copies_left -= 1
                     self._submitting_count -= 1
                     self._changed.notify_all()
 
     def _stop_copies(self, timeout_seconds: float) -> None:
         """Let no thread start another copy to the engine's blocks."""
-        with self._changed:
+        with self._lock:
             for job in self._jobs.values():
                 job.abandoned = True
             self._changed.wait_for(lambda: not self._submitting_count, timeout_seconds)
@@ -422,7 +424,7 @@ class TransferExecutor:
         try:
             reason = tier.backend.release(release.runs, release.empty_segments)
         finally:
-            with self._changed:
+            with self._lock:
                 job.ok = reason is None
                 job.tasks_left -= 1
                 tier.progress.end(self._clock.seconds())
@@ -439,21 +441,21 @@ class TransferExecutor:
         except BackendError as error:
             why = str(error)
         finally:
-            with self._changed:
+            with self._lock:
                 if why:
                     answers[tier_idx] = why
                 unsynced.discard(tier_idx)
                 self._changed.notify_all()
 
     def _begin_write(self, tier: TierIo) -> None:
-        with self._changed:
+        with self._lock:
             tier.progress.begin(self._clock.seconds())
 
     def _end_task(
         self, job: Job, tier: TierIo, span: RecordSpan, failed: dict[int, FailureReason]
     ) -> None:
         indices = span.indices
-        with self._changed:
+        with self._lock:
             job.failed.update({indices[i]: reason for i, reason in failed.items()})
             job.reads.pop(indices.start, None)  # a demote has none
             job.tasks_left -= 1
