@@ -124,3 +124,21 @@ def test_a_segment_that_could_not_be_made_at_first_takes_no_more_than_is_charged
         assert store.check() == []
         assert chunks.found(store, range(1000, 1001)) == [1000]
         assert du(path) <= store.stats().secondary["disk"].charged_bytes
+
+
+def test_what_a_link_in_the_place_of_a_segment_leads_to_is_left_alone(tmp_path):
+    chunks = Chunks(65_536)
+    path = tmp_path / "tier"
+    with chunks.open(config_of(path)) as store:
+        chunks.put(store, range(8))
+    precious = tmp_path / "precious"
+    precious.write_bytes(b"p" * 100_000)
+    (path / "rank0" / "00000009.seg").symlink_to(precious)
+    with chunks.open(config_of(path)) as store:
+        assert chunks.found(store, range(8)) == list(range(8))
+        chunks.put(store, range(20, 60))
+        store.flush()
+        assert chunks.found(store, range(20, 60)) == list(range(20, 60))
+        assert store.check() == []
+    assert precious.read_bytes() == b"p" * 100_000
+    assert not (path / "rank0" / "00000009.seg").exists()

@@ -48,7 +48,7 @@ class SegmentFiles:
         self._directory = directory
         self._mapped = False
         self._system = system
-        self._flags = os.O_RDWR
+        self._flags = os.O_RDWR | os.O_NOFOLLOW
         self._lock = threading.Lock()
         self._create_lock = threading.Lock()
         self._given_back: dict[int, list[tuple[int, int]]] = {}
@@ -59,7 +59,7 @@ class SegmentFiles:
 
     def open(self, *, direct: bool, mapped: bool) -> None:
         """Open segments with O_DIRECT, or read them through a mapping, from now on."""
-        self._flags = os.O_RDWR | (os.O_DIRECT if direct else 0)
+        self._flags = os.O_RDWR | os.O_NOFOLLOW | (os.O_DIRECT if direct else 0)
         self._mapped = mapped
         self._closed = False
 
@@ -150,11 +150,14 @@ class SegmentFiles:
     def remove(self, segment: int) -> None:
         """Unlink a segment. Its blocks go first, in case another process has it open.
 
+        Of a link, which is nothing of ours, the link alone goes.
+
         Raises:
             OSError: the file system refused.
         """
         try:
-            self.punch(segment, 0, _FILE_BYTES_MAX)
+            if not self._path(segment).is_symlink():
+                self.punch(segment, 0, _FILE_BYTES_MAX)
             self._system.unlink(self._path(segment))
         except FileNotFoundError:
             return
