@@ -79,14 +79,15 @@ def make_manifest(blocks_per_chunk: int) -> Manifest:
     )
 
 
-def make_requests(tokens_per_chunk: int) -> list[Request]:
-    """Make requests of vLLM: two share a prefix, one has an adapter, one a salt."""
+def make_requests(tokens_per_chunk: int, *, shared_tokens: int | None = None) -> list[Request]:
+    """Make requests of vLLM: two share a prefix (two chunks), one has an adapter, one a salt."""
+    shared_tokens = shared_tokens or 2 * tokens_per_chunk
     init_none_hash(sha256)
     hasher = get_request_block_hasher(HASH_TOKENS, sha256)
     chosen = random.Random(8)
     length = CHUNKS_PER_REQUEST * tokens_per_chunk + 3
     prompts = [[chosen.randrange(50_000) for _ in range(length)] for _ in range(REQUEST_COUNT)]
-    prompts[1][: 2 * tokens_per_chunk] = prompts[0][: 2 * tokens_per_chunk]
+    prompts[1][:shared_tokens] = prompts[0][:shared_tokens]
     prompts[3] = prompts[2]
     return [
         Request(
@@ -286,6 +287,17 @@ def test_chunks_that_are_evicted_from_either_medium_are_told(blocks_per_chunk: i
         assert len(memory) == SLOT_COUNT * blocks_per_chunk < told[MEMORY]
         assert 0 < len(disk) < told[DISK]
         assert_listener_knows(engine)
+        assert engine.listener.unknown_removals == 0
+
+
+def test_a_block_that_two_chunks_hold_is_gone_with_the_last_of_them() -> None:
+    with opened(blocks_per_chunk=2) as engine:
+        tokens_per_chunk = engine.manifest.group_specs()[0].tokens_per_chunk
+        shared_tokens = 2 * tokens_per_chunk + tokens_per_chunk // 2
+        engine.requests = make_requests(tokens_per_chunk, shared_tokens=shared_tokens)
+        for number in (0, 1, 2, 1, 0, 4, 5, 0, 3, 1, 2, 5, 4, 3, 1, 0):
+            engine.store(engine.requests[number], 0, CHUNKS_PER_REQUEST, fails=False)
+            assert_listener_knows(engine)
         assert engine.listener.unknown_removals == 0
 
 
