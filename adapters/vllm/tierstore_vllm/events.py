@@ -12,7 +12,7 @@ that share a path evict each other's records, and say so for themselves alone.
 import importlib
 import logging
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -61,6 +61,14 @@ class EventGroup(NamedTuple):
 
     kind: str | None = None
     window_tokens: int | None = None
+
+
+class _Place(NamedTuple):
+    """A block somewhere; `tier_name` as in `ResidencyChange`."""
+
+    tier_name: str | None
+    group_idx: int
+    block_hash: bytes
 
 
 class TokenSpan(NamedTuple):
@@ -151,6 +159,8 @@ class EventSource:
         self._to_event_extra_keys = _optional("vllm.v1.core.kv_cache_utils", "to_event_extra_keys")
         self._events: list[KVCacheEvent] = []
         self._named: OrderedDict[OffloadKey, tuple[bytes, ...]] = OrderedDict()
+        self._shared: Counter[_Place] = Counter()
+        """Chunks that hold a block, but for the last block of each, which no other chunk has."""
 
     def describe(self, spans: Sequence[TokenSpan]) -> None:
         """Note what chunks hold that have begun to arrive since the last call.
@@ -225,6 +235,8 @@ class EventSource:
                 self._events += self._translate(change)
         if is_forgotten:
             self._named.clear()
+            for place in [place for place in self._shared if place.tier_name is not None]:
+                del self._shared[place]
         self._namespace = namespace
 
     def take(self) -> list[KVCacheEvent]:
@@ -255,15 +267,38 @@ class EventSource:
         for key, content in zip(change.keys, change.descriptions, strict=True):
             if not isinstance(content, _Content):
                 continue  # without tokens it would be of no use to a listener
-            if change.tier_name is not None and len(content.block_hashes) > 1:
-                self._named[key] = content.block_hashes
-                if len(self._named) > _NAMED_CHUNKS_MAX:
-                    self._named.popitem(last=False)
+            if len(content.block_hashes) > 1:
+                self._hold(change.tier_name, key, content.block_hashes)
             if runs and content.follows(runs[-1][-1]):
                 runs[-1].append(content)
             else:
                 runs.append([content])
         return [self._stored_run(change, run) for run in runs]
+
+    def _hold(self, tier_name: str | None, key: OffloadKey, hashes: tuple[bytes, ...]) -> None:
+        """Take note of the blocks of a chunk that came."""
+        if tier_name is not None:
+            if key in self._named:
+                return
+            self._named[key] = hashes
+            if len(self._named) > _NAMED_CHUNKS_MAX:
+                self._release(tier_name, *self._named.popitem(last=False))
+        group_idx = get_offload_group_idx(key)
+        self._shared.update(_Place(tier_name, group_idx, shared) for shared in hashes[:-1])
+
+    def _release(
+        self, tier_name: str | None, key: OffloadKey, hashes: Sequence[bytes]
+    ) -> Sequence[bytes]:
+        """Return the blocks that are gone now that a chunk of them is."""
+        group_idx = get_offload_group_idx(key)
+        gone = []
+        for shared in hashes[:-1]:
+            place = _Place(tier_name, group_idx, shared)
+            self._shared[place] -= 1
+            if self._shared[place] <= 0:
+                del self._shared[place]
+                gone.append(shared)
+        return [*gone, hashes[-1]]
 
     def _stored_run(self, change: ResidencyChange, run: Sequence[_Content]) -> BlockStored:
         head = run[0]
@@ -295,11 +330,17 @@ class EventSource:
         if change.tier_name is None:
             for key, content in zip(change.keys, change.descriptions, strict=True):
                 if isinstance(content, _Content):
-                    yield key, content.block_hashes
+                    yield key, self._release(None, key, content.block_hashes)
             return
         for key in change.keys:
             if key.startswith(self._namespace):
-                yield key, self._named.pop(key, (self._key_hash(key),))
+                hashes = self._named.pop(key, None)
+                yield (
+                    key,
+                    [self._key_hash(key)]
+                    if hashes is None
+                    else self._release(change.tier_name, key, hashes),
+                )
 
     def _key_hash(self, key: OffloadKey) -> bytes:
         return self._own_hash(get_offload_block_hash(key))
