@@ -54,6 +54,8 @@ class FailureReason(Enum):
     """Length, key or checksum do not match; the record is removed."""
     IO_ERROR = "io_error"
     FULL = "full"
+    CROWDED = "crowded"
+    """There is room, but not enough of it in one piece."""
     DEADLINE = "deadline"
     """The read makes no progress and may still write to its slot: a second answer settles it."""
     STALLED = "stalled"

@@ -1,6 +1,7 @@
 """Capacities are hard, well used, and leave in the order of use, restarts included."""
 
 import errno
+import random
 from functools import partial
 
 import pytest
@@ -142,3 +143,33 @@ def test_what_a_link_in_the_place_of_a_segment_leads_to_is_left_alone(tmp_path):
         assert store.check() == []
     assert precious.read_bytes() == b"p" * 100_000
     assert not (path / "rank0" / "00000009.seg").exists()
+
+
+@pytest.mark.parametrize(("small_bytes", "large_bytes"), [(4096, 262_144), (65_536, 262_144)])
+def test_large_chunks_find_room_in_one_piece_among_small_ones(tmp_path, small_bytes, large_bytes):
+    """A value of LMDB needs adjacent pages, which small records of others cut short."""
+    chosen = random.Random(1)
+    kits = [Chunks(small_bytes, "small"), Chunks(large_bytes, "large")]
+    config = config_of(tmp_path / "tier", backend="lmdb", capacity="48MiB", primary="4MiB")
+    stores = [kit.open(config) for kit in kits]
+    counts = [0, 0]
+
+    def store_more(i):
+        numbers = range(counts[i], counts[i] + MIB // kits[i].chunk_bytes)
+        kits[i].put(stores[i], numbers)
+        counts[i] = numbers.stop
+
+    for _ in range(120):
+        for i in range(2):
+            for _ in range(chosen.randrange(3)):
+                store_more(i)
+            stores[i].flush()
+        assert du(tmp_path / "tier") <= 48 * MIB
+    for _ in range(30):
+        store_more(1)
+        stores[1].flush()
+    for store in stores:
+        assert store.check() == []
+        store.close()
+    with kits[1].open(config) as store:
+        assert len(kits[1].found(store, range(counts[1] - 40, counts[1]))) == 40

@@ -48,7 +48,7 @@ _logger = logging.getLogger(__name__)
 
 _REASONS: dict[type[TierStoreError], FailureReason] = {
     BackendFullError: FailureReason.FULL,
-    BackendMapFullError: FailureReason.FULL,
+    BackendMapFullError: FailureReason.CROWDED,
     BackendCorruptError: FailureReason.CORRUPT,
     ClosedError: FailureReason.CLOSED,
 }

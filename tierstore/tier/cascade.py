@@ -41,6 +41,14 @@ _ONCE_SEEN_MAX = 1 << 16
 """Chunks that left the primary tier after one use and are remembered for `second_touch`."""
 
 
+_CROWDED_ROUNDS_MAX = 8
+"""A tier without room in one piece evicts this often for what it could not write, each time twice
+as much; then the chunks wait for the next flush."""
+
+_CROWDED_CALLS_MAX = 256
+"""Calls of `commands` after which what was evicted for them is waited for no longer."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Waiting:
     """Keys of one group that wait for their places."""
@@ -102,6 +110,9 @@ class Cascade:
         self._in_flight: set[OffloadKey] = set()
         self._once_seen: OrderedDict[OffloadKey, None] = OrderedDict()
         self._failures = FailedDemotes()
+        self._crowded_rounds = 0
+        self._crowded_calls = 0
+        """0: nothing waits for room in one piece."""
 
     @property
     def name(self) -> str:
@@ -178,6 +189,7 @@ class Cascade:
     def begin_retry(self) -> None:
         """Ask again, as room comes (`commands`), for chunks in memory whose demote failed."""
         self._failures.begin_retry()
+        self._crowded_rounds = 0
 
     def complaints(self) -> list[str]:
         """Say how many chunks in memory are not in this tier although its rule wants them, why."""
@@ -373,8 +385,33 @@ class Cascade:
         )
         for index, reason in done.failed.items():
             self._note_refused([writing.keys[index]], reason)
-        if not done.failed:
+        crowded = [i for i, reason in done.failed.items() if reason is FailureReason.CROWDED]
+        if written:
+            self._crowded_rounds = 0
+        if crowded:
+            self._make_way(writing.group_idx, [writing.keys[i] for i in crowded])
+        elif not done.failed:
             self._failures.on_written()
+
+    def _make_way(self, group_idx: int, keys: Sequence[OffloadKey]) -> None:
+        """Evict for chunks for which there was no room in one piece, and ask again afterwards."""
+        if self._crowded_rounds == _CROWDED_ROUNDS_MAX:
+            return
+        self._crowded_rounds += 1
+        self._crowded_calls = 1
+        chunk_count = len(keys) << self._crowded_rounds
+        self._secondary.make_way(chunk_count, self._groups[group_idx].chunk_bytes)
+        self._failures.retry(keys)
+
+    def _is_making_way(self) -> bool:
+        """Return whether bytes evicted for a crowded tier are still being given back."""
+        if not self._crowded_calls:
+            return False
+        self._crowded_calls += 1
+        is_over = self._secondary.is_settled() and not self._releasing
+        if is_over or self._crowded_calls > _CROWDED_CALLS_MAX:
+            self._crowded_calls = 0
+        return self._crowded_calls > 0
 
     def _finish_commit(self, committed: Committed) -> None:
         writing = self._committing.pop(committed.ticket, None)
@@ -404,7 +441,7 @@ class Cascade:
 
     def _retry_failed(self) -> None:
         """Ask again for chunks in memory whose demote failed, as far as the queue has room."""
-        if not self._failures.is_retrying:
+        if not self._failures.is_retrying or self._is_making_way():
             return
         chunk_bytes_max = max(group.chunk_bytes for group in self._groups)
         keys = self._failures.take((self._queue_bytes_max - self._queued_bytes) // chunk_bytes_max)

@@ -124,6 +124,9 @@ class BeginEpoch:
 class Evict:
     """Look again whether there is room for what waits and for what comes next."""
 
+    page_count: int = 0
+    """Of one rank: so much is evicted in any case."""
+
 
 @dataclass(frozen=True, slots=True)
 class SweepGarbage:

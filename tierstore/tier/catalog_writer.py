@@ -235,6 +235,8 @@ class CatalogWriter:
                 work.space.release(release_id)
             case BeginEpoch(namespace, manifest_json):
                 work.namespaces.begin_epoch(namespace, manifest_json)
+            case Evict(page_count) if page_count:
+                work.evict(page_count)
             case Leave():
                 work.namespaces.leave(work.space.owner)
             case _:

@@ -98,6 +98,10 @@ class FailedDemotes:
         self._refused.clear()
         self._unasked.clear()
 
+    def retry(self, keys: Iterable[OffloadKey]) -> None:
+        """Ask again for chunks that were refused."""
+        self._retrying.update((key, self._refused.pop(key)) for key in keys if key in self._refused)
+
     def take(self, count: int) -> Sequence[OffloadKey]:
         """Return up to `count` chunks to ask for again; what fails of them is to be noted anew."""
         chosen = list(itertools.islice(self._retrying, max(0, count)))

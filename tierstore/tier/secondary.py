@@ -190,6 +190,18 @@ class SecondaryTier:
             if pins[key] <= 0:
                 del pins[key]
 
+    def make_way(self, chunk_count: int, payload_bytes: int) -> None:
+        """Evict as much as so many chunks take, although there is room for them.
+
+        For a backend that found none in one piece.
+        """
+        self._put(Evict(chunk_count * self._catalog.geometry.stride_pages(payload_bytes)))
+
+    def is_settled(self) -> bool:
+        """Return whether the writer has done all that is queued, and `poll` has nothing."""
+        # In this order: what the writer does leaves events behind before it is idle.
+        return self._mailbox.wait_idle(0) and not self._writer.events
+
     def released(self, release_id: int) -> None:
         """Confirm a `Freed`: every rank has given the bytes back; only now they may be reused."""
         self._put(ReleaseDone(release_id))
