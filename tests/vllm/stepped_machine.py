@@ -1,12 +1,14 @@
 """A machine whose time, threads, copies and disk go on step by step, as a seed says.
 
     SteppedClock     time, some of it per step
-    SteppedPool      instead of `IoPool`: tasks run some steps after they were submitted
+    SteppedPool      instead of `IoPool`: tasks run some steps after they were submitted, and some
+                     hang in their I/O, while all else goes on
     SteppedMailbox   instead of `Mailbox`: so are items handled
     LateCopyEngine   a `CopyEngine` as that of a GPU: a copy happens steps later, unless fenced
-    FailingSystem    the kernel's calls of segment files: errors and flipped bits
+    FailingSystem    the kernel's calls of segment files: hangs, errors and flipped bits
 
-Everything happens in the caller's thread, so that a seed is all there is to know about a run.
+Everything happens in the caller's thread, or while it waits for one that hangs to stand still, so
+that a seed is all there is to know about a run.
 """
 
 import errno
@@ -16,10 +18,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from random import Random
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
+
+from hanging import HangingTask, stand_still
 
 from tierstore import clock, io_pool
 from tierstore.backend.opening import open_backend
@@ -39,7 +44,7 @@ __all__ = [
 
 SECONDS_PER_STEP = 0.05
 _SECONDS_PER_QUESTION = 1e-4
-_HUNG_STEPS = 60
+_HUNG_STEPS = 100
 _LIVE_BYTES_MIN = 256
 """Of any payload: what is behind them may be padding, which nobody reads."""
 _TURN_COUNT_MAX = 100_000
@@ -56,6 +61,7 @@ class Chances:
     task_waits: float = 0.5
     """Some steps; and what follows, each task and each call."""
     task_hangs: float = 0.0
+    """Its first read or write of a segment returns many steps after it was called."""
     read_fails: float = 0.0
     read_flips: float = 0.0
 
@@ -76,18 +82,24 @@ class _Task:
     is_write: bool
     number: int
     due_step: int = field(compare=False)
+    hung_steps: int = field(compare=False)
     run: Callable[[], None] = field(compare=False)
 
 
 class SteppedPool:
-    """Runs tasks in the machine's turns: reads before writes, each in order, some of them late."""
+    """Runs tasks in the machine's turns: reads before writes, each in order, some of them late.
+
+    A task that hangs keeps one of the threads busy until its I/O returns.
+    """
 
     def __init__(self, machine: "Machine", thread_count: int, name: str) -> None:
         self._machine = machine
         self._thread_count = thread_count
         self._tasks: list[_Task] = []
+        self._hanging: list[HangingTask] = []
         self._number = 0
         machine.turns.append(self.turn)
+        machine.undo.callback(self._end_hanging, finish=True)
 
     def open(self) -> None:
         """Start no thread."""
@@ -100,16 +112,36 @@ class SteppedPool:
 
     def _submit(self, task: Callable[[], None], *, is_write: bool) -> None:
         self._number += 1
-        self._tasks.append(_Task(is_write, self._number, self._machine.due_step(), task))
+        due_step, hung_steps = self._machine.due_step(), self._machine.hung_steps()
+        self._tasks.append(_Task(is_write, self._number, due_step, hung_steps, task))
 
     def turn(self, *, finish: bool) -> bool:
+        has_ended = self._end_hanging(finish=finish)
         ready = sorted(t for t in self._tasks if finish or t.due_step <= self._machine.step_count)
         if not finish:
-            ready = ready[: self._thread_count]
+            ready = ready[: self._thread_count - len(self._hanging)]
         for task in ready:
             self._tasks.remove(task)
-            task.run()
-        return bool(ready)
+            if task.hung_steps and not finish:
+                self._hang(task)
+            else:
+                task.run()
+        return bool(ready) or has_ended
+
+    def _hang(self, task: _Task) -> None:
+        hanging = HangingTask(task.run, self._machine.step_count + task.hung_steps)
+        hanging.begin()
+        if not hanging.has_ended:
+            self._hanging.append(hanging)
+
+    def _end_hanging(self, *, finish: bool) -> bool:
+        """Let I/O return whose time has come; return whether there was any."""
+        now = self._machine.step_count
+        ending = [task for task in self._hanging if finish or task.until_step <= now]
+        for task in ending:
+            self._hanging.remove(task)
+            task.end()
+        return bool(ending)
 
     def close(self, timeout_seconds: float) -> bool:
         while self.turn(finish=True):
@@ -224,12 +256,17 @@ class LateCopyEngine:
 
 
 class FailingSystem(SystemCalls):
-    """Reads of segment files that fail, or give bytes with one bit flipped."""
+    """Reads of segment files that hang or fail, or give bytes with one bit flipped."""
 
     def __init__(self, machine: "Machine") -> None:
         self._machine = machine
 
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        _hang(fd)
+        return super().pwritev(fd, buffers, offset)
+
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        _hang(fd)
         if self._machine.acts(self._machine.chances.read_fails):
             raise OSError(errno.EIO, "injected fault: read")
         count = super().preadv(fd, buffers, offset)
@@ -237,6 +274,12 @@ class FailingSystem(SystemCalls):
             buffer = buffers[-1]
             buffer[self._machine.random.randrange(min(len(buffer), _LIVE_BYTES_MIN))] ^= 4
         return count
+
+
+def _hang(fd: int) -> None:
+    """Hang in I/O of a segment; a backend that opens holds a lock over the I/O of its probe."""
+    if ".seg" in Path(f"/proc/self/fd/{fd}").readlink().name:
+        stand_still()
 
 
 class Machine:
@@ -249,6 +292,8 @@ class Machine:
         self.step_count = 0
         self.turns: list[Callable[..., bool]] = []
         self.copy_engine: LateCopyEngine | None = None
+        self.undo = ExitStack()
+        """What ends with the run, however it ends."""
 
     def acts(self, chance: float) -> bool:
         """Draw; a chance of 0 draws nothing."""
@@ -256,11 +301,13 @@ class Machine:
 
     def due_step(self) -> int:
         """Draw when a task that is submitted now runs."""
-        if self.acts(self.chances.task_hangs):
-            return self.step_count + self.random.randrange(1, _HUNG_STEPS)
         return self.step_count + (
             self.random.randrange(1, 4) if self.acts(self.chances.task_waits) else 0
         )
+
+    def hung_steps(self) -> int:
+        """Draw for how long the I/O of a task hangs."""
+        return self.random.randrange(1, _HUNG_STEPS) if self.acts(self.chances.task_hangs) else 0
 
     def turn(self) -> None:
         """Let some of what is waiting go on."""
@@ -292,7 +339,7 @@ class Machine:
         }
         opener = partial(open_backend, system=FailingSystem(self))
         opening = SimpleNamespace(open=partial(TransferExecutor.open, open_backend=opener))
-        with ExitStack() as patches:
+        with self.undo, ExitStack() as patches:
             for module in self._modules():
                 for name, value in list(vars(module).items()):
                     if id(value) in parts:

@@ -80,9 +80,9 @@ def with_attention_alone(seed: int) -> Scenario:
 
 
 def on_a_bad_disk(seed: int) -> Scenario:
-    """Memory for little, a disk that fails now and then, and hangs for longer than it may."""
+    """Memory for little, a disk that often fails, and hangs for longer than it may."""
     drawn = alone(draw_scenario(seed))
-    chances = Chances(task_hangs=0.1, read_fails=0.15, read_flips=0.15)
+    chances = Chances(task_hangs=0.3, read_fails=0.25, read_flips=0.5)
     changes = {"memory_slots": 32, "has_disk": True, "arrival": 0.2, "forget": 0.4}
     return replace(drawn, chances=chances, **changes)
 
@@ -121,8 +121,8 @@ def test_offloads_have_read_the_blocks_that_another_connector_loads_for_the_very
 def test_loads_from_a_disk_that_fails_and_hangs_and_flips_bits_lose_no_request(
     tmp_path: Path,
 ) -> None:
-    total = run_all((on_a_bad_disk(seed) for seed in range(8)), tmp_path)
-    for reason in ("corrupt", "deadline", "io_error"):
+    total = run_all((on_a_bad_disk(seed) for seed in range(24)), tmp_path)
+    for reason in ("corrupt", "deadline", "io_error", "stalled"):
         assert total[f'misses_total{{reason="{reason}"}}'] > 0, (reason, total)
     assert total['promoted_chunks_total{tier="disk"}'] > 0, total
 
