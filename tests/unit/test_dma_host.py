@@ -45,7 +45,7 @@ class TestSharedHostCopies(CopyConformance):
         self.threads = IoPool(2, "copies")
         self.threads.open()
         yield
-        assert self.threads.close(10.0)
+        assert self.threads.close(60.0)
 
     def make_engine(self):
         return HostCopyEngine(self.threads.submit_read, share_bytes_min=0, share_run_bytes_min=0)

@@ -128,10 +128,10 @@ def test_pinning_goes_on_by_itself_when_a_graph_has_been_captured(pool, caplog) 
     pinner = make_pinner(api, pool)
     pinner.open(in_threads)
     for _ in range(2):
-        assert api.refused.acquire(timeout=10)
+        assert api.refused.acquire(timeout=60)
     assert pinner.pinned(addresses(pool)).tolist() == [False] * PIECES
     api.busy = False
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while pinner.pinned(addresses(pool)) is not None:
         assert time.monotonic() < until
     assert caplog.records == []
@@ -143,7 +143,7 @@ def test_close_does_not_wait_for_the_end_of_a_capture(pool) -> None:
     api, counters = Capturing(), Counters()
     pinner = make_pinner(api, pool, counters)
     pinner.open(in_threads)
-    assert api.refused.acquire(timeout=10)
+    assert api.refused.acquire(timeout=60)
     pinner.close()
     api.busy = False
     assert not api.refused.acquire(timeout=0.3)

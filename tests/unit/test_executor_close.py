@@ -72,11 +72,11 @@ def test_a_read_that_hung_at_close_never_reaches_the_engines_blocks(tmp_path):
 
     executor = open_executor(tmp_path, memory, hang)
     executor.submit([load()])
-    assert reading.wait(10)
+    assert reading.wait(60)
     executor.close(0.01)
     may_end.set()
     (tier,) = executor._tiers
-    assert tier.pool.close(10), "the thread did not end"
+    assert tier.pool.close(60), "the thread did not end"
     assert not memory.read().any()
 
 
@@ -89,7 +89,7 @@ def test_a_copy_that_raises_in_an_io_thread_fails_its_load(tmp_path, monkeypatch
 
     monkeypatch.setattr(executor._engine, "submit_load", fail)
     executor.submit([load()])
-    (answer,) = executor.drain(10)
+    (answer,) = executor.drain(60)
     assert not answer.ok
     assert FailureReason.DEADLINE not in answer.failed.values()
     executor.close()
@@ -99,7 +99,7 @@ def test_a_load_from_disk_reaches_its_block(tmp_path):
     memory = HostMemory(np.zeros(BLOCK_COUNT * PAGE, np.uint8))
     executor = open_executor(tmp_path, memory, lambda: None)
     executor.submit([load()])
-    (answer,) = executor.drain(10)
+    (answer,) = executor.drain(60)
     assert answer.ok
     block = memory.read()[BLOCK * PAGE :][:PAGE]
     assert (block == 7).all()

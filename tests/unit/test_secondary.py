@@ -59,7 +59,7 @@ def store(tier, *numbers, ticket=1, manifest=MANIFEST):
     tier.request_places(ticket, keys_of(*numbers, manifest=manifest), CHUNK)
     answer = None
     while answer is None:
-        assert tier.wait(10)
+        assert tier.wait(60)
         for event in tier.poll():
             if isinstance(event, Freed):
                 tier.released(event.release_id)
@@ -67,7 +67,7 @@ def store(tier, *numbers, ticket=1, manifest=MANIFEST):
                 answer = event
     assert isinstance(answer, Placed)
     tier.commit(ticket)
-    assert tier.wait(10)
+    assert tier.wait(60)
 
 
 def start_writer(path, first, count):
@@ -116,10 +116,10 @@ def test_a_question_about_many_keys_finds_its_answer_in_a_later_step(tmp_path):
         assert time.monotonic() < until
     assert tier.states(keys) == [ChunkState.RECORDED] * 20 + [ChunkState.ABSENT] * 20
     tier.remove(keys[:1])
-    assert tier.wait(10)
+    assert tier.wait(60)
     tier.reset(MANIFEST)
     assert tier.states(keys) == [ChunkState.ABSENT] * 40
-    assert tier.wait(10)
+    assert tier.wait(60)
     assert tier.locate(keys) == [None] * 40
     tier.close()
 
@@ -160,7 +160,7 @@ def test_the_records_of_an_epoch_are_forgotten_when_its_process_is_gone(tmp_path
     tier.close()
     later = open_tier(tmp_path)
     assert all(later.locate(keys_of(9))), "what others stored is found while an epoch is forgotten"
-    assert later.wait(10)
+    assert later.wait(60)
     assert later.stats().record_count == 1
     assert stored_names(later) == [""]
     assert later.check() == []
@@ -223,7 +223,7 @@ def test_a_killed_process_leaves_a_sound_catalog(tmp_path):
         for event in tier.poll():
             if isinstance(event, Freed):
                 tier.released(event.release_id)
-        assert tier.wait(10)
+        assert tier.wait(60)
         stats = tier.stats()
         assert stats.charged_bytes <= stats.capacity_bytes
         assert tier.check() == []
@@ -236,7 +236,7 @@ def test_after_a_restart_the_least_recently_used_records_go_first(tmp_path):
     for number in range(0, 40, 4):
         store(tier, *range(number, number + 4), ticket=number)
     tier.touch(keys_of(*range(8)))
-    assert tier.wait(10)
+    assert tier.wait(60)
     tier.close()
     tier = open_tier(tmp_path)
     number = 1000

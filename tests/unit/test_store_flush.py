@@ -17,6 +17,8 @@ from tierstore.testing.faults import FaultSchedule, faulty_system_opener
 from tierstore.transfer import FailureReason
 
 CHUNKS = Chunks(65_536)
+SOUND_SECONDS = 5.0
+"""Of patience with a tier that hangs, where a sound one of a busy machine must not lose it."""
 CASCADES = ["write_through", "on_evict", "second_touch"]
 
 
@@ -193,7 +195,7 @@ def test_a_tier_that_refuses_leaves_the_other_complete(tmp_path, cascade, failin
 def test_a_tier_that_hangs_takes_no_record_from_the_other(tmp_path, caplog, cascade, hung):
     switch = HungSwitch(hung)
     sound_idx = ["disk", "second"].index(hung) ^ 1
-    patience = Patience(put_seconds=0.3, flush_seconds=0.3, close_seconds=0.3)
+    patience = Patience(put_seconds=SOUND_SECONDS, flush_seconds=SOUND_SECONDS, close_seconds=0.3)
     store = TierStore.open(
         two_tiers(tmp_path, cascade),
         CHUNKS.manifest,
@@ -228,7 +230,7 @@ def test_a_device_that_hangs_in_its_flush_is_named_in_time(tmp_path):
     def opener(config, manifest, **ranks):
         return HungFlush(open_backend(config, manifest, **ranks), Switch())
 
-    patience = Patience(flush_seconds=0.3, close_seconds=0.3)
+    patience = Patience(flush_seconds=SOUND_SECONDS, close_seconds=0.3)
     store = TierStore.open(
         config_of(tmp_path), CHUNKS.manifest, open_backend=opener, patience=patience
     )

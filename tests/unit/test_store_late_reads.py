@@ -103,7 +103,7 @@ def test_reads_that_end_late_harm_no_get(tmp_path, cascade, number):
         assert CHUNKS.found(store, range(1000, 1032)) == list(range(1000, 1032))
         assert store.check() == []
         assert "stray_answers_total" not in store.stats().counters
-    with CHUNKS.open(config) as store:
+    with CHUNKS.open(config_of(tmp_path, primary="4MiB", cascade=cascade)) as store:
         assert set(range(1000, 1032)) <= set(CHUNKS.found(store, [*numbers, *range(1000, 1032)]))
 
 
@@ -129,5 +129,5 @@ def test_a_read_that_hangs_holds_up_neither_flush_nor_close(tmp_path, cascade):
     finally:
         faults.go_on()
         store.close()
-    with CHUNKS.open(config) as store:
+    with CHUNKS.open(config_of(tmp_path, cascade=cascade)) as store:
         assert CHUNKS.found(store, [*range(4), *range(100, 120)]) == [*range(4), *range(100, 120)]
