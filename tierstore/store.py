@@ -328,8 +328,8 @@ class TierStore:
         store closes when that call ends. A forked process has nothing to close.
 
         A tier that moves is flushed to its end. For one that does not, each step (flush, threads,
-        catalog) waits for `Patience.close_seconds`: about half a minute in all; what is lost is
-        logged.
+        catalog) waits for `Patience.close_seconds`: about half a minute for one tier, more if
+        several catalogs hang, one after the other. What is lost is logged.
 
         Raises:
             ReentryError: in a thread that does the store's I/O.
