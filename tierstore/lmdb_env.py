@@ -4,6 +4,7 @@ An environment must not be opened twice in one process, so openers of one direct
 environment by reference count. Every exception of the library is translated here, and only here.
 """
 
+import errno
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -25,6 +26,7 @@ from tierstore.errors import (
     TierStoreError,
 )
 from tierstore.lmdb_lock import opening_lock
+from tierstore.system import SYSTEM, DatabasePoint, SystemCalls
 
 __all__ = [
     "ERRORS",
@@ -53,6 +55,7 @@ _OPENING_SECONDS_MAX = 30.0
 _FileId: TypeAlias = tuple[int, int]
 """Device and inode of a directory, whatever its path."""
 
+_FULL = {errno.ENOSPC, errno.EDQUOT}
 _READERS_MAX = 126
 _DATABASES_MAX = 16
 _FILE_MODE = 0o600
@@ -107,6 +110,11 @@ def translate(error: lmdb.Error, directory: Path) -> TierStoreError:
     return kind(f"{directory}: {error}; {_REMEDIES[kind]}")
 
 
+def _translate_os(error: OSError, directory: Path) -> BackendError:
+    kind = BackendFullError if error.errno in _FULL else BackendError
+    return kind(f"{directory}: {error}; {_REMEDIES[kind]}")
+
+
 class LmdbEnv:
     """One environment of this process, shared by all who open its directory; thread-safe.
 
@@ -127,8 +135,11 @@ class LmdbEnv:
         admission: lmdb_file.Admission,
         key: _FileId,
         lock: threading.Lock,
+        *,
+        system: SystemCalls,
     ) -> None:
         self.directory = directory
+        self._system = system
         self.admission = admission
         """What was found in its file when it was opened."""
         self._env = env
@@ -150,6 +161,7 @@ class LmdbEnv:
         readahead: bool = False,
         sealed: bool = False,
         wait_seconds_max: float = _OPENING_SECONDS_MAX,
+        system: SystemCalls = SYSTEM,
     ) -> Self:
         """Open or create the environment below `directory`, which is made if needed.
 
@@ -161,7 +173,8 @@ class LmdbEnv:
         `map_bytes` bounds the data file for good, or grows to its present size. It is halved as
         long as the process may not have so many addresses. Of several openers in one process the
         first decides. Nothing is flushed but by `sync`. `readahead`
-        is for large values: without it the kernel reads them page by page.
+        is for large values: without it the kernel reads them page by page. `system` is told of the
+        points of its use.
 
         Raises:
             BackendError: it cannot be opened, or not within `wait_seconds_max`; the message says
@@ -187,9 +200,13 @@ class LmdbEnv:
                 )
             if shared is None:
                 env, admission = _open_env(
-                    directory, map_bytes, readahead=readahead, wait_seconds_max=wait_seconds_max
+                    directory,
+                    map_bytes,
+                    readahead=readahead,
+                    wait_seconds_max=wait_seconds_max,
+                    system=system,
                 )
-                shared = cls._shared[key] = cls(directory, env, admission, key, lock)
+                shared = cls._shared[key] = cls(directory, env, admission, key, lock, system=system)
             shared._is_sealed |= sealed
             shared._reference_count += 1
             return shared  # type: ignore[return-value]
@@ -243,8 +260,10 @@ class LmdbEnv:
         Raises:
             BackendError: the library failed.
         """
-        with self._translated(), self._env.begin(db=database) as txn:
-            yield txn
+        with self._translated():
+            self._system.reach(DatabasePoint.READ)
+            with self._env.begin(db=database) as txn:
+                yield txn
 
     @contextmanager
     def read_views(self, database: Database | None = None) -> Iterator[ViewTransaction]:
@@ -253,8 +272,10 @@ class LmdbEnv:
         Raises:
             BackendError: the library failed.
         """
-        with self._translated(), self._env.begin(db=database, buffers=True) as txn:
-            yield txn
+        with self._translated():
+            self._system.reach(DatabasePoint.READ)
+            with self._env.begin(db=database, buffers=True) as txn:
+                yield txn
 
     @contextmanager
     def write(self, database: Database | None = None) -> Iterator[Transaction]:
@@ -267,8 +288,12 @@ class LmdbEnv:
             BackendFullError: the device is full; nothing was changed.
             BackendError: the library failed; nothing was changed.
         """
-        with self._translated(), self._env.begin(db=database, write=True) as txn:
-            yield txn
+        with self._translated():
+            self._system.reach(DatabasePoint.WRITE)
+            with self._env.begin(db=database, write=True) as txn:
+                yield txn
+                self._system.reach(DatabasePoint.COMMIT)
+            self._system.reach(DatabasePoint.COMMITTED)
 
     def sync(self) -> None:
         """Flush everything committed to the device.
@@ -277,6 +302,7 @@ class LmdbEnv:
             BackendError: the device refused.
         """
         with self._translated():
+            self._system.reach(DatabasePoint.SYNC)
             self._env.sync(force=True)
 
     def forget_dead_readers(self) -> int:
@@ -309,6 +335,8 @@ class LmdbEnv:
             yield
         except lmdb.Error as error:
             raise translate(error, self.directory) from error
+        except OSError as error:
+            raise _translate_os(error, self.directory) from error
 
 
 @cache
@@ -323,13 +351,19 @@ def _renew_locks() -> None:
 
 
 def _open_env(
-    directory: Path, map_bytes: int, *, readahead: bool, wait_seconds_max: float
+    directory: Path,
+    map_bytes: int,
+    *,
+    readahead: bool,
+    wait_seconds_max: float,
+    system: SystemCalls,
 ) -> tuple[lmdb.Environment, lmdb_file.Admission]:
     try:
         with opening_lock(directory, wait_seconds_max=wait_seconds_max):
             admission = lmdb_file.admit(
                 directory, map_bytes=map_bytes, wait_seconds_max=wait_seconds_max
             )
+            system.reach(DatabasePoint.OPEN)
             return _open_library(directory, map_bytes, readahead=readahead), admission
     except lmdb.Error as error:
         raise translate(error, directory) from error

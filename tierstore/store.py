@@ -15,9 +15,10 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 import numpy as np
 
 from tierstore.arrays import Rows, adjacent_runs, byte_rows, one_group, slot_rows
-from tierstore.backend.opening import BackendOpener, open_backend
+from tierstore.backend.opening import BackendOpener, backend_opener
 from tierstore.config import StoreConfig, load_config
 from tierstore.executor import TransferExecutor
+from tierstore.faults import SystemOpener, open_system
 from tierstore.key import OffloadKey, require_keys
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters
@@ -131,13 +132,15 @@ class TierStore:
         config: StoreConfig | Mapping[str, Any] | str | Path,
         manifest: Manifest,
         *,
-        open_backend: BackendOpener = open_backend,
+        open_backend: BackendOpener | None = None,
+        open_system: SystemOpener = open_system,
         patience: Patience | None = None,
     ) -> Self:
         """Open the tiers, creating what does not exist.
 
         `config` is a parsed configuration, a mapping with the same keys, or a YAML file's path.
-        `open_backend` is replaced by tests that let backends fail, `patience` by impatient ones.
+        `open_system` is replaced by tests that let devices fail, `open_backend` by those that let
+        backends fail (None: those of the configuration), `patience` by impatient ones.
 
         Raises:
             TypeError: `manifest` is none.
@@ -150,7 +153,9 @@ class TierStore:
         if not isinstance(config, StoreConfig):
             config = load_config(config)
         counters = Counters()
-        stack = open_stack(config, manifest, rank_count=1, counters=counters)
+        stack = open_stack(
+            config, manifest, rank_count=1, counters=counters, open_system=open_system
+        )
         try:
             executor = TransferExecutor.open(
                 config,
@@ -159,7 +164,7 @@ class TierStore:
                 rank_count=1,
                 caches=None,
                 counters=counters,
-                open_backend=open_backend,
+                open_backend=open_backend or backend_opener(open_system),
             )
         except BaseException:
             stack.close()

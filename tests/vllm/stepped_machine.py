@@ -28,10 +28,10 @@ from hanging import HangingTask, stand_still
 
 from tierstore import clock, io_pool
 from tierstore.backend.opening import open_backend
-from tierstore.backend.syscall import SystemCalls
 from tierstore.dma.host import HostCopyEngine
 from tierstore.dma.protocol import ComputeMark, CopyId
 from tierstore.executor import TransferExecutor
+from tierstore.system import SystemCalls
 
 __all__ = [
     "SECONDS_PER_STEP",

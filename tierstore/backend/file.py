@@ -28,7 +28,6 @@ from tierstore.backend.header_cache import HeaderCache
 from tierstore.backend.probe import probe
 from tierstore.backend.protocol import RecordIo
 from tierstore.backend.segment import Segment, SegmentFiles
-from tierstore.backend.syscall import SystemCalls
 from tierstore.config.model import IoMode
 from tierstore.errors import BackendError
 from tierstore.layout import PAGE_BYTES
@@ -42,6 +41,7 @@ from tierstore.record import (
     parse_places,
     payload_checksum,
 )
+from tierstore.system import SYSTEM, SystemCalls
 from tierstore.transfer import FailureReason, PageRun
 
 __all__ = ["FileBackend"]
@@ -78,7 +78,7 @@ class FileBackend:
         mode: IoMode = "direct",
         durable: bool = False,
         leftovers: Callable[[], Sequence[Path]] = tuple,
-        system: SystemCalls | None = None,
+        system: SystemCalls = SYSTEM,
     ) -> None:
         """Describe the backend; `system` is replaced by tests that let system calls fail.
 
@@ -90,7 +90,7 @@ class FileBackend:
         self._rank = rank
         self._mode: IoMode = mode
         self._durable = durable
-        self._system = system or SystemCalls()
+        self._system = system
         self._files = SegmentFiles(directory, system=self._system)
         self._headers = HeaderCache()
         self._scratch = _HeaderPages()

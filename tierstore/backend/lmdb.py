@@ -40,6 +40,7 @@ from tierstore.record import (
     parse_places,
     payload_checksum,
 )
+from tierstore.system import SYSTEM, SystemCalls
 from tierstore.transfer import FailureReason, PageRun
 
 __all__ = ["LmdbBackend"]
@@ -69,9 +70,16 @@ class LmdbBackend:
     """Payload of one rank in one LMDB environment. See `Backend`."""
 
     def __init__(
-        self, directory: Path, *, rank: int, map_bytes: int, durable: bool = False
+        self,
+        directory: Path,
+        *,
+        rank: int,
+        map_bytes: int,
+        durable: bool = False,
+        system: SystemCalls = SYSTEM,
     ) -> None:
         """Describe the backend; `durable` flushes what `write` wrote before it returns."""
+        self._system = system
         self._directory = directory
         self._rank = rank
         self._map_bytes = map_bytes
@@ -90,7 +98,12 @@ class LmdbBackend:
         """
         with self._lock:
             if self._env is None:
-                self._env = LmdbEnv.open(self._directory, map_bytes=self._map_bytes, readahead=True)
+                self._env = LmdbEnv.open(
+                    self._directory,
+                    map_bytes=self._map_bytes,
+                    readahead=True,
+                    system=self._system,
+                )
                 _logger.info(
                     "lmdb backend open: directory=%s map_bytes=%d", self._directory, self._map_bytes
                 )

@@ -7,12 +7,13 @@ from typing import Protocol
 from tierstore.backend.file import FileBackend
 from tierstore.backend.lmdb import LmdbBackend
 from tierstore.backend.protocol import Backend
-from tierstore.backend.syscall import SystemCalls
 from tierstore.config import SecondaryConfig
+from tierstore.faults import SystemOpener, open_system
 from tierstore.geometry import SpaceGeometry
 from tierstore.manifest import Manifest
+from tierstore.system import SystemCalls
 
-__all__ = ["BackendOpener", "leftover_directories", "open_backend"]
+__all__ = ["BackendOpener", "backend_opener", "leftover_directories", "open_backend"]
 
 
 class BackendOpener(Protocol):
@@ -34,13 +35,14 @@ def open_backend(
 ) -> Backend:
     """Open the payload store of one rank below `<path>/rank<r>`.
 
-    `system` is replaced by tests that let the system calls of segment files fail.
+    `system` is what the configuration says unless it is given.
 
     Raises:
         BackendError: the path cannot be used; the message says what to change.
         ConfigError: the capacity is too small for the catalog and one segment.
     """
     geometry = SpaceGeometry.of(config, manifest, rank_count)
+    system = open_system(config) if system is None else system
     directory = config.path / f"rank{rank}"
     backend: Backend
     if config.backend == "file":
@@ -58,9 +60,22 @@ def open_backend(
             rank=rank,
             map_bytes=geometry.payload_map_bytes,
             durable=config.io.durable,
+            system=system,
         )
     backend.open()
     return backend
+
+
+def backend_opener(open_system: SystemOpener) -> BackendOpener:
+    """Return `open_backend` with the system calls that `open_system` gives for a tier."""
+
+    def open_with(
+        config: SecondaryConfig, manifest: Manifest, *, rank: int, rank_count: int
+    ) -> Backend:
+        system = open_system(config)
+        return open_backend(config, manifest, rank=rank, rank_count=rank_count, system=system)
+
+    return open_with
 
 
 def leftover_directories(path: Path, rank: int, rank_count: int) -> list[Path]:

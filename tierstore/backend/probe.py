@@ -8,9 +8,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from tierstore.backend.syscall import SystemCalls, buffer_address
 from tierstore.errors import BackendError, BackendFullError
 from tierstore.layout import PAGE_BYTES
+from tierstore.system import SystemCalls, buffer_address
 
 __all__ = ["FileSystemAbilities", "probe"]
 

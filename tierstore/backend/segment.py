@@ -13,8 +13,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tierstore.backend.syscall import IOVEC_COUNT_MAX, SystemCalls, buffer_address
 from tierstore.layout import PAGE_BYTES
+from tierstore.system import IOVEC_COUNT_MAX, SystemCalls, buffer_address
 
 __all__ = ["Segment", "SegmentFiles"]
 

@@ -24,12 +24,12 @@ from pathlib import Path
 
 from tierstore.backend.opening import BackendOpener, open_backend
 from tierstore.backend.protocol import Backend, RecordIo
-from tierstore.backend.syscall import SystemCalls
 from tierstore.config import SecondaryConfig
 from tierstore.errors import BackendError
 from tierstore.key import OffloadKey
 from tierstore.layout import PAGE_BYTES
 from tierstore.manifest import Manifest
+from tierstore.system import DatabasePoint, SystemCalls
 from tierstore.transfer import FailureReason, PageRun, Place
 
 __all__ = [
@@ -261,10 +261,10 @@ class FaultySystem(SystemCalls):
         self.schedule = schedule
         self.code = code
 
-    def open(self, path: Path, flags: int) -> int:
+    def open(self, path: Path | str, flags: int, directory: int | None = None) -> int:
         """Open, or fail."""
         self._strike()
-        return super().open(path, flags)
+        return super().open(path, flags, directory)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Read, or fail."""
@@ -293,10 +293,20 @@ class FaultySystem(SystemCalls):
         self._strike()
         super().flush(fd)
 
-    def unlink(self, path: Path) -> None:
+    def unlink(self, path: Path | str, directory: int | None = None) -> None:
         """Unlink, or fail."""
         self._strike()
-        super().unlink(path)
+        super().unlink(path, directory)
+
+    def truncate(self, fd: int, size_bytes: int) -> None:
+        """Truncate, or fail."""
+        self._strike()
+        super().truncate(fd, size_bytes)
+
+    def reach(self, point: DatabasePoint) -> None:
+        """Pass, or fail."""
+        self._strike()
+        super().reach(point)
 
     def copy_mapped(self, address: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Copy, or fail."""

@@ -18,12 +18,14 @@ from tierstore.errors import (
     CatalogDamagedError,
     CatalogError,
 )
+from tierstore.faults import open_system
 from tierstore.geometry import SpaceGeometry
 from tierstore.key import OffloadKey
 from tierstore.layout import PAGE_BYTES
 from tierstore.lmdb_env import LmdbEnv, Transaction
 from tierstore.manifest import Manifest
 from tierstore.record import PLACE_BYTES
+from tierstore.system import SystemCalls
 from tierstore.tier.budget import GROWTH_PAGES, Budget, CatalogSize, count_live_pages
 from tierstore.tier.catalog_check import check_catalog
 from tierstore.tier.catalog_opening import (
@@ -99,8 +101,17 @@ class Catalog:
         self._settled_pages = self._file_pages()
 
     @classmethod
-    def open(cls, config: SecondaryConfig, manifest: Manifest, *, rank_count: int) -> Self:
+    def open(
+        cls,
+        config: SecondaryConfig,
+        manifest: Manifest,
+        *,
+        rank_count: int,
+        system: SystemCalls | None = None,
+    ) -> Self:
         """Open or create the catalog, compare the manifest, become an owner.
+
+        `system` is what the configuration says unless it is given.
 
         Raises:
             CatalogError: it cannot be opened; the message says what to do.
@@ -108,18 +119,27 @@ class Catalog:
             ConfigError: the capacity is too small, or the path belongs to another kind of tier.
         """
         geometry = SpaceGeometry.of(config, manifest, rank_count)
+        system = open_system(config) if system is None else system
         try:
             try:
-                return cls._open(config, manifest, geometry)
+                return cls._open(config, manifest, geometry, system)
             except (BackendCorruptError, CatalogDamagedError):
                 # It is noted, so that it starts anew, unless another process has it open.
-                return cls._open(config, manifest, geometry)
+                return cls._open(config, manifest, geometry, system)
         except BackendError as error:
             raise CatalogError(f"secondary {config.name!r}: {error}") from error
 
     @classmethod
-    def _open(cls, config: SecondaryConfig, manifest: Manifest, geometry: SpaceGeometry) -> Self:
-        env = LmdbEnv.open(config.path / "catalog", map_bytes=_MAP_BYTES, sealed=True)
+    def _open(
+        cls,
+        config: SecondaryConfig,
+        manifest: Manifest,
+        geometry: SpaceGeometry,
+        system: SystemCalls,
+    ) -> Self:
+        env = LmdbEnv.open(
+            config.path / "catalog", map_bytes=_MAP_BYTES, sealed=True, system=system
+        )
         owner_lock: OwnerLock | None = None
         try:
             databases = Databases(env)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from tierstore.clock import Clock, MonotonicClock
 from tierstore.config import StoreConfig
+from tierstore.faults import SystemOpener, open_system
 from tierstore.layout import GroupKind, GroupSpec
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters, Metric
@@ -30,10 +31,12 @@ def open_stack(
     counters: Counters,
     residency: ResidencyLog | None = None,
     clock: Clock | None = None,
+    open_system: SystemOpener = open_system,
 ) -> TierStack:
     """Open the control half of all configured tiers; `residency` is told what comes and goes.
 
-    `clock` measures for how long a record that failed is not offered; tests give their own.
+    `clock` measures for how long a record that failed is not offered; tests give their own, and an
+    `open_system` that lets a device fail.
 
     Raises:
         ConfigError: a capacity is too small.
@@ -45,7 +48,13 @@ def open_stack(
     try:
         for tier_idx, tier in enumerate(config.secondary):
             secondaries.append(
-                SecondaryTier.open(tier, manifest, tier_idx=tier_idx, rank_count=rank_count)
+                SecondaryTier.open(
+                    tier,
+                    manifest,
+                    tier_idx=tier_idx,
+                    rank_count=rank_count,
+                    system=open_system(tier),
+                )
             )
             if secondaries[-1].damage:
                 counters.add(Metric.DISCARDED_CATALOGS, label=tier.name)

@@ -11,6 +11,7 @@ from tierstore.errors import BackendError, CatalogError
 from tierstore.io_pool import Mailbox
 from tierstore.key import OffloadKey
 from tierstore.manifest import Manifest
+from tierstore.system import SystemCalls
 from tierstore.tier.catalog import Catalog, SecondaryStats
 from tierstore.tier.catalog_messages import (
     BeginEpoch,
@@ -71,9 +72,17 @@ class SecondaryTier:
 
     @classmethod
     def open(
-        cls, config: SecondaryConfig, manifest: Manifest, *, tier_idx: int, rank_count: int
+        cls,
+        config: SecondaryConfig,
+        manifest: Manifest,
+        *,
+        tier_idx: int,
+        rank_count: int,
+        system: SystemCalls | None = None,
     ) -> Self:
         """Open or create the catalog, recover what a killed process left, start the writer.
+
+        `system` is what the configuration says unless it is given.
 
         Raises:
             CatalogError: the catalog cannot be opened; the message says what to do.
@@ -81,7 +90,7 @@ class SecondaryTier:
             ConfigError: the capacity is too small for the catalog and one segment, or the path
                 belongs to another kind of tier.
         """
-        catalog = Catalog.open(config, manifest, rank_count=rank_count)
+        catalog = Catalog.open(config, manifest, rank_count=rank_count, system=system)
         tier = cls(catalog, manifest, f"{tier_idx}-{config.name}")
         tier._writer.recover()
         tier._mailbox.open()

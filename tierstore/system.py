@@ -1,15 +1,19 @@
-"""The system calls of the file backend, in one place, so that a test can make any of them fail."""
+"""What is asked of a tier's device, in one place, so that any of it can be made to fail.
+
+The library that keeps databases makes its system calls itself; it is stopped at named points.
+"""
 
 import ctypes
 import errno
 import mmap
 import os
 from collections.abc import Sequence
+from enum import Enum
 from pathlib import Path
 
 import numpy as np
 
-__all__ = ["IOVEC_COUNT_MAX", "SystemCalls", "buffer_address"]
+__all__ = ["IOVEC_COUNT_MAX", "SYSTEM", "DatabasePoint", "SystemCalls", "buffer_address"]
 
 IOVEC_COUNT_MAX = os.sysconf("SC_IOV_MAX")
 
@@ -34,12 +38,32 @@ def buffer_address(buffer: memoryview | mmap.mmap) -> int:
     return np.frombuffer(buffer, np.uint8).ctypes.data
 
 
+class DatabasePoint(Enum):
+    """A point in the use of a database at which it may fail, hang, or the process end."""
+
+    OPEN = "open"
+    """Before the library opens it."""
+    READ = "read"
+    """Before a read transaction begins."""
+    WRITE = "write"
+    """Before a write transaction begins."""
+    COMMIT = "commit"
+    """All is changed, and nothing is to be seen of it yet."""
+    COMMITTED = "committed"
+    """Others see it; the device has not been asked to keep it."""
+    SYNC = "sync"
+    """Before what was committed is flushed to the device."""
+
+
 class SystemCalls:
     """What the kernel is asked for; every method raises OSError and nothing else."""
 
-    def open(self, path: Path, flags: int) -> int:
-        """Open a file; new ones are readable and writable for their owner only."""
-        return os.open(path, flags | os.O_CLOEXEC, 0o600)
+    def open(self, path: Path | str, flags: int, directory: int | None = None) -> int:
+        """Open a file, relative to the descriptor of a directory if there is one.
+
+        New ones are readable and writable for their owner only.
+        """
+        return os.open(path, flags | os.O_CLOEXEC, 0o600, dir_fd=directory)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Read into buffers; may read less than asked."""
@@ -65,9 +89,16 @@ class SystemCalls:
         """Flush a file's bytes to the device."""
         os.fdatasync(fd)
 
-    def unlink(self, path: Path) -> None:
-        """Remove a file's name."""
-        path.unlink()
+    def unlink(self, path: Path | str, directory: int | None = None) -> None:
+        """Remove a file's name, relative to the descriptor of a directory if there is one."""
+        os.unlink(path, dir_fd=directory)
+
+    def truncate(self, fd: int, size_bytes: int) -> None:
+        """Give a file a size."""
+        os.ftruncate(fd, size_bytes)
+
+    def reach(self, point: DatabasePoint) -> None:
+        """Pass a point of a database; this one does nothing."""
 
     def copy_mapped(self, address: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Copy from a mapping at `address` into buffers; may copy less than asked.
@@ -85,3 +116,7 @@ class SystemCalls:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
         return int(copied)
+
+
+SYSTEM = SystemCalls()
+"""The kernel as it is."""
