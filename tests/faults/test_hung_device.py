@@ -99,7 +99,6 @@ def test_memory_is_hit_and_filled_while_another_call_waits_for_the_device(direct
         fill(store)
         directory.hang()
         waiting = Call(CHUNKS.found, store, ON_DISK)
-        wait_until(waiting.is_alive)
         time.sleep(0.2)  # it has begun to wait
         for _ in range(20):
             assert CHUNKS.found(store, RESIDENT) == list(RESIDENT)
