@@ -4,17 +4,12 @@ Method: the tier lies in a directory whose server is stopped (`fuse_directory`).
 go on is compared with a call that still waits, not with a clock, as far as that is possible.
 """
 
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
-from store_kit import Chunks, config_of
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from fuse_directory import HangingDirectory, why_there_is_none
+from store_kit import Chunks, config_of
 from waiting import within_seconds
 
 from tierstore import TierStore
