@@ -2,9 +2,10 @@
 
     PYTHONPATH=.:tests:tests/faults python tests/faults/endurance.py hung --backend file --seed 1
 
-One thread stores and loads chunks that the disk has, another one only what is in memory, a third one
-flushes. The fault begins, ends, and the store has to come back by itself; then another store opens
-the path and looks for all that was flushed. Every byte is compared. The last line is the `Outcome`.
+One thread stores and loads chunks that the disk has, another one only what is in memory, a third
+one flushes. The fault begins, ends, and the store has to come back by itself; then another store
+opens the path and looks for all that was flushed. Every byte is compared. The last line is the
+`Outcome`.
 """
 
 import argparse
