@@ -40,10 +40,12 @@ from tierstore.planes import Patience
 __all__ = ["FAULTS", "Outcome", "endure"]
 
 CHUNKS = Chunks(65_536)
-NUMBERS = range(280)
+NUMBERS = range(200)
 """Fewer than the tier has room for: nothing is evicted there."""
 HOT = range(1000, 1008)
 LATE = range(2000, 2040)
+EARLY = range(3000, 3040)
+"""Stored and flushed before anything happens."""
 PRIMARY = "4MiB"
 CAPACITY_BYTES = 24 * MIB
 BATCH_MAX = 8
@@ -93,7 +95,6 @@ class Load:
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self.stored: set[int] = set()
-        self.acknowledged: set[int] = set()
         self._threads = [
             threading.Thread(target=self._guard, args=[step], daemon=True)
             for step in (self._use_disk, self._use_memory, self._flush)
@@ -149,15 +150,11 @@ class Load:
         time.sleep(0.002)
 
     def _flush(self) -> None:
-        with self._lock:
-            stored = set(self.stored)
         try:
             with self._timed():
                 self._store.flush()
         except TierStoreError:
             self._outcome.refused += 1
-        else:
-            self.acknowledged |= stored
         self._stop.wait(0.2)
 
     @contextmanager
@@ -313,6 +310,8 @@ def endure(name: str, *, backend: str, seed: int, folder: Path) -> Outcome:
         open_system = {"open_system": lambda _: fault.device} if fault.device else {}
         with _sampled(path, outcome, is_hanging=name == "hung mount"):
             store = TierStore.open(config, CHUNKS.manifest, patience=IMPATIENT, **open_system)
+            CHUNKS.put(store, EARLY)
+            store.flush()
             CHUNKS.put(store, HOT)
             load = Load(store, outcome, seed)
             load.start()
@@ -322,11 +321,11 @@ def endure(name: str, *, backend: str, seed: int, folder: Path) -> Outcome:
             fault.end()
             _wait_until_back(store, outcome)
             load.stop()
-            _finish(store, load, outcome)
+            acknowledged = _finish(store, outcome)
         if outcome.is_back:
             with TierStore.open(config, CHUNKS.manifest) as again:
-                wanted = sorted(LATE if fault.forgets else [*load.acknowledged, *LATE])
-                outcome.lost = len(wanted) - len(CHUNKS.found(again, wanted))
+                wanted = acknowledged.union([] if fault.forgets else EARLY)
+                outcome.lost = len(wanted) - len(CHUNKS.found(again, sorted(wanted)))
                 outcome.problems += again.check()
     return outcome
 
@@ -347,19 +346,21 @@ def _wait_until_back(store: TierStore, outcome: Outcome) -> None:
     outcome.problems.append("the tier is not used again")
 
 
-def _finish(store: TierStore, load: Load, outcome: Outcome) -> None:
+def _finish(store: TierStore, outcome: Outcome) -> set[int]:
+    """Flush and close; return what is acknowledged to be on the disk."""
+    kept = {n for n in [*NUMBERS, *LATE] if store.match_prefix(CHUNKS.keys([n])).chunk_count}
     try:
         store.flush()
     except TierStoreError as error:
         outcome.problems.append(repr(error))
-    else:
-        load.acknowledged |= load.stored
+        kept = set()
     outcome.problems += store.check()
     counters = store.stats().counters
     outcome.retried = int(
         sum(count for name, count in counters.items() if name.startswith("dropped_demotes"))
     )
     store.close()
+    return kept
 
 
 @contextmanager
