@@ -11,10 +11,11 @@ import logging
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from tierstore.errors import BackendError
+from tierstore.errors import BackendError, BackendForeignError
 from tierstore.system import SYSTEM, SystemCalls
 
 __all__ = ["DIRECTORY_MODE", "FILE_MODE", "Directory", "foreign_user"]
@@ -64,7 +65,7 @@ class Directory:
         With `create` it is made if it is not there; what is no directory gives way.
 
         Raises:
-            BackendError: it belongs to somebody else.
+            BackendForeignError: it belongs to somebody else.
             OSError: it is not there or is no directory, or cannot be made or opened.
         """
         for _ in range(_ATTEMPTS):
@@ -96,7 +97,8 @@ class Directory:
         """Open a file of ours, and close it to others; what is none gives way.
 
         Raises:
-            BackendError: a directory with content has its name, or it belongs to somebody else.
+            BackendForeignError: a directory with content has its name, or it belongs to somebody
+                else.
             OSError: it is not there, or cannot be made or opened.
         """
         for _ in range(_ATTEMPTS):
@@ -120,7 +122,7 @@ class Directory:
         """Remove what has the name of a file of ours and is none.
 
         Raises:
-            BackendError: a directory with content, or it belongs to somebody else.
+            BackendForeignError: a directory with content, or it belongs to somebody else.
             OSError: it cannot be removed.
         """
         try:
@@ -132,11 +134,22 @@ class Directory:
         if not _is_file_of_ours(status):
             self._remove_intruder(name, status)
 
+    def clear_for_directory(self, name: str) -> None:
+        """Remove what has the name of a directory of ours and is none.
+
+        Raises:
+            OSError: it cannot be removed.
+        """
+        with suppress(FileNotFoundError):
+            status = self.status(name)
+            if not stat.S_ISDIR(status.st_mode):
+                self._remove_intruder(name, status)
+
     def read(self, name: str, size_max: int) -> bytes | None:
         """Return the beginning of a small file of ours; None: there is none.
 
         Raises:
-            BackendError, OSError: as `open_file`.
+            BackendForeignError, OSError: as `open_file`.
         """
         try:
             descriptor = self.open_file(name, os.O_RDONLY)
@@ -155,7 +168,7 @@ class Directory:
         Not at once: who is killed meanwhile leaves a part of it.
 
         Raises:
-            BackendError, OSError: as `open_file`.
+            BackendForeignError, OSError: as `open_file`.
         """
         descriptor = self.open_file(name, os.O_RDWR | os.O_CREAT)
         try:
@@ -208,7 +221,7 @@ class Directory:
         """Close the directory to all but its user.
 
         Raises:
-            BackendError: the file system knows no modes.
+            BackendForeignError: the file system knows no modes.
             OSError: it cannot be done.
         """
         if stat.S_IMODE(os.fstat(self.descriptor).st_mode) & 0o777 != DIRECTORY_MODE:
@@ -218,7 +231,7 @@ class Directory:
         """Close a regular file of ours to all but its user; what is none is left alone.
 
         Raises:
-            BackendError: the file system knows no modes.
+            BackendForeignError: the file system knows no modes.
             OSError: it cannot be done.
         """
         # Not to be read nor written, so this touches no lock and needs no permission.
@@ -281,7 +294,7 @@ class Directory:
 
     def _require_own(self, name: str, status: os.stat_result) -> None:
         if status.st_uid != os.geteuid():
-            raise BackendError(foreign_user(self.path / name, status))
+            raise BackendForeignError(foreign_user(self.path / name, status))
 
     def _remove_intruder(self, name: str, status: os.stat_result) -> None:
         kind = _kind_of(status)
@@ -295,7 +308,7 @@ class Directory:
         except OSError as error:
             if error.errno not in {errno.ENOTEMPTY, errno.EEXIST}:
                 raise
-            raise BackendError(
+            raise BackendForeignError(
                 f"{self.path / name}: is a directory with content where a file of the tier "
                 "belongs; move it away"
             ) from error
@@ -347,7 +360,7 @@ def _set_mode(descriptor: int, path: Path, mode: int) -> None:
             raise
         Path(f"/proc/self/fd/{descriptor}").chmod(mode)
     if stat.S_IMODE(os.fstat(descriptor).st_mode) & 0o077:
-        raise BackendError(
+        raise BackendForeignError(
             f"{path}: the file system does not keep other users out; mount it with a umask of 077, "
             "or put the tier on a file system such as ext4 or xfs"
         )

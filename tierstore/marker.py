@@ -7,10 +7,11 @@ somebody else's. What an earlier release left has no marker, but a catalog.
 import logging
 import os
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 from tierstore.directory import Directory, foreign_user
-from tierstore.errors import BackendError, ConfigError
+from tierstore.errors import BackendError, BackendForeignError
 from tierstore.system import SYSTEM, SystemCalls
 
 __all__ = ["MARKER_NAME", "claim", "is_marked", "open_below"]
@@ -33,6 +34,7 @@ _SHARED = (
 """Besides the user's home; and all that has the sticky bit."""
 
 _NAMED_COUNT_MAX = 3
+_LISTED_COUNT_MAX = 100
 
 
 def claim(path: Path, *, system: SystemCalls = SYSTEM) -> Directory:
@@ -41,8 +43,8 @@ def claim(path: Path, *, system: SystemCalls = SYSTEM) -> Directory:
     Nothing is changed in what is refused. The path may be a link: it is the user's choice.
 
     Raises:
-        ConfigError: it is not empty and not ours, or belongs to all users, or to another one.
-        BackendError: the marker is no file.
+        BackendForeignError: it is not empty and not ours, or belongs to all users, or to another
+            one.
         OSError: it cannot be opened or written.
     """
     base = Directory.open(path, create=True, system=system)
@@ -107,24 +109,24 @@ def _refuse_shared(base: Directory) -> None:
         with suppress(OSError):
             is_shared |= os.path.samestat(path.stat(), status)
     if is_shared:
-        raise ConfigError(
+        raise BackendForeignError(
             f"{base.path}: is not for one program alone; choose a directory of the tier's own "
             "below it"
         )
     if status.st_uid != os.geteuid():
-        raise ConfigError(foreign_user(base.path, status))
+        raise BackendForeignError(foreign_user(base.path, status))
 
 
 def _refuse_foreign(base: Directory) -> None:
     if is_marked(base) or _is_earlier_tier(base):
         return
-    names = {entry.name for entry in base.entries()} - _FRESH
+    listed = (entry.name for entry in base.entries() if entry.name not in _FRESH)
+    names = list(islice(listed, _LISTED_COUNT_MAX))
     # Another opener may have marked it since we looked first.
     if names and not is_marked(base):
         shown = ", ".join(ascii(name[:40]) for name in sorted(names)[:_NAMED_COUNT_MAX])
-        more = len(names) - _NAMED_COUNT_MAX
-        shown += f" and {more} more" if more > 0 else ""
-        raise ConfigError(
+        shown += " and more" if len(names) > _NAMED_COUNT_MAX else ""
+        raise BackendForeignError(
             f"{base.path}: is not empty and not a tier's directory, it holds {shown}; choose an "
             "empty directory, or a new one"
         )
@@ -149,7 +151,7 @@ def _mark(base: Directory, system: SystemCalls) -> None:
         return
     if content and content.startswith(_FIRST) and content[len(_FIRST) :].strip().isdigit():
         version = int(content[len(_FIRST) :])
-        raise ConfigError(
+        raise BackendForeignError(
             f"{base.path}: was made by another release of tierstore, which writes version "
             f"{version} of its directory; choose another path, or remove the directory"
         )
