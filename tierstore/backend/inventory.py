@@ -5,6 +5,7 @@ import re
 import stat
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from tierstore.config import SecondaryConfig
@@ -14,6 +15,7 @@ from tierstore.geometry import SpaceGeometry
 from tierstore.layout import PAGE_BYTES
 from tierstore.lmdb_env import LmdbEnv
 from tierstore.lmdb_file import DATA_NAME
+from tierstore.marker import MARKER_NAME
 from tierstore.remedies import explain
 
 __all__ = ["foreign_content", "rank_directories", "segment_name", "stored_segments"]
@@ -95,12 +97,14 @@ def foreign_content(config: SecondaryConfig, rank_count: int) -> str:
     survey = _Survey()
     try:
         with Directory.open(config.path) as base:
-            own = _own_names(config, rank_count)
-            for entry in survey.foreign_in(base, own):
+            own_names = _own_names(config, rank_count)
+            names = ["catalog", "owners", *_rank_names(base)]
+            for name in names:
+                base.clear_for_directory(name)
+            for entry in survey.foreign_in(base, _Own(own_names, directories=True)):
                 survey.add(base, entry)
-            for name in ["catalog", "owners", *_rank_names(base)]:
-                if own.fullmatch(name):
-                    base.clear_for_directory(name)
+            for name in names:
+                if own_names.fullmatch(name):
                     _survey_directory(survey, base, name, config)
     except OSError as error:
         raise BackendError(explain(config.path, error)) from error
@@ -112,7 +116,7 @@ def _rank_names(base: Directory) -> list[str]:
 
 
 def _own_names(config: SecondaryConfig, rank_count: int) -> "re.Pattern[str]":
-    names = [r"\.tierstore", "catalog", "owners", r"lost\+found"]
+    names = [re.escape(MARKER_NAME), "catalog", "owners", r"lost\+found"]
     if config.backend == "file":
         names.append(_RANK.pattern)
     else:
@@ -120,16 +124,37 @@ def _own_names(config: SecondaryConfig, rank_count: int) -> "re.Pattern[str]":
     return re.compile("|".join(names), re.ASCII)
 
 
-_ENVIRONMENT = re.compile(r"(data|lock)\.mdb|seal\.bin|distrust|(opening|writer)\.lock", re.ASCII)
-_OWNERS = re.compile(r"[0-9]{1,10}\.lock", re.ASCII)
-_PAYLOAD = re.compile("payload", re.ASCII)
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """Which names in a directory are the tier's."""
+
+    names: "re.Pattern[str]"
+    directories: bool = False
+    """Whether they are of directories."""
+
+    def has(self, entry: "os.DirEntry[str]") -> bool:
+        """Return whether something is what its name says."""
+        if not self.names.fullmatch(entry.name):
+            return False
+        if self.names is _SEGMENT and not _number(entry.name):
+            return False
+        is_directory = entry.is_dir(follow_symlinks=False)
+        return is_directory == self.directories or entry.name == MARKER_NAME
+
+
+_ENVIRONMENT = _Own(
+    re.compile(r"(data|lock)\.mdb|seal\.bin|distrust|(opening|writer)\.lock", re.ASCII)
+)
+_OWNERS = _Own(re.compile(r"[0-9]{1,10}\.lock", re.ASCII))
+_PAYLOAD = _Own(re.compile("payload", re.ASCII), directories=True)
+_SEGMENTS = _Own(_SEGMENT)
 
 
 def _survey_directory(
     survey: "_Survey", base: Directory, name: str, config: SecondaryConfig
 ) -> None:
     own = {"catalog": _ENVIRONMENT, "owners": _OWNERS}.get(
-        name, _SEGMENT if config.backend == "file" else _PAYLOAD
+        name, _SEGMENTS if config.backend == "file" else _PAYLOAD
     )
     if not _is_directory(base, name):
         return
@@ -157,14 +182,12 @@ class _Survey:
         self._count = 0
         self._names: list[str] = []
 
-    def foreign_in(
-        self, directory: Directory, own: "re.Pattern[str]"
-    ) -> Iterator["os.DirEntry[str]"]:
+    def foreign_in(self, directory: Directory, own: _Own) -> Iterator["os.DirEntry[str]"]:
         """List what has no name of ours; mend the modes of the rest."""
         if os.fstat(directory.descriptor).st_blocks * _BLOCK_BYTES > _DIRECTORY_BYTES_MAX:
             self._note(directory.path, _DIRECTORY_BYTES_MAX)
         for entry in directory.entries():
-            if not own.fullmatch(entry.name):
+            if not own.has(entry):
                 yield entry
                 continue
             with suppress(FileNotFoundError):
