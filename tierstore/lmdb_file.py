@@ -22,7 +22,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from tierstore.directory import Directory
 from tierstore.errors import BackendError
-from tierstore.lmdb_image import find_damage
+from tierstore.lmdb_image import find_damage, image_bytes
 from tierstore.lmdb_lock import LIBRARY_LOCK_NAME, library_lock, opening_lock
 
 __all__ = ["DATA_NAME", "Admission", "admit", "distrust", "file_ids", "seal", "start_anew"]
@@ -182,8 +182,9 @@ def _fits(sealed: bytes, directory: Directory) -> bool | None:
 
 
 def _find_damage(directory: Directory, map_bytes: int) -> str:
+    """Return what is wrong with the data file; cut off what lies behind a sound one."""
     try:
-        descriptor = directory.open_file(DATA_NAME, os.O_RDONLY)
+        descriptor = directory.open_file(DATA_NAME, os.O_RDWR)
     except FileNotFoundError:
         return ""
     try:
@@ -193,11 +194,21 @@ def _find_damage(directory: Directory, map_bytes: int) -> str:
         # A map may be of any size. The last pages of a file may be missing: allocated, and
         # freed before they were written.
         bytes_max = min(map_bytes, 2 * status.st_size + _UNWRITTEN_BYTES_MAX)
-        return find_damage(descriptor, page_count_max=bytes_max // _PAGE_BYTES_MIN)
+        damage = find_damage(descriptor, page_count_max=bytes_max // _PAGE_BYTES_MIN)
+        if not damage and status.st_size:
+            _cut_off(descriptor, image_bytes(descriptor))
     except MemoryError:
         return "data file: too large to be verified"
+    else:
+        return damage
     finally:
         os.close(descriptor)
+
+
+def _cut_off(descriptor: int, size_bytes: int) -> None:
+    # Of a transaction that failed, or somebody else's: no capacity is charged for it.
+    if os.fstat(descriptor).st_size > size_bytes:
+        os.ftruncate(descriptor, size_bytes)
 
 
 def _fingerprint(directory: Directory, size_bytes: int | None = None) -> tuple[int, int] | None:

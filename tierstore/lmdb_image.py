@@ -32,7 +32,7 @@ from tierstore.lmdb_page import (
     u64_at,
 )
 
-__all__ = ["find_damage"]
+__all__ = ["find_damage", "image_bytes"]
 
 _MAGIC = 0xBEEFC0DE
 _VERSION = 1
@@ -87,6 +87,18 @@ def find_damage(descriptor: int, *, page_count_max: int) -> str:
     except ImageDamagedError as error:
         return str(error)
     return ""
+
+
+def image_bytes(descriptor: int) -> int:
+    """Return the size of a sound data file up to its last page; what lies behind is nothing.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    first = _meta_of(os.pread(descriptor, META_DTYPE.itemsize, 0))
+    page_bytes = int(first["free"]["pad"])
+    second = _meta_of(os.pread(descriptor, META_DTYPE.itemsize, page_bytes))
+    return (max(int(first["last_page"]), int(second["last_page"])) + 1) * page_bytes
 
 
 def _meta_of(content: bytes) -> npt.NDArray[np.void]:

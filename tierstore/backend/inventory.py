@@ -3,7 +3,7 @@
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,13 @@ from tierstore.lmdb_file import DATA_NAME
 from tierstore.marker import MARKER_NAME
 from tierstore.remedies import explain
 
-__all__ = ["foreign_content", "rank_directories", "segment_name", "stored_segments"]
+__all__ = [
+    "foreign_content",
+    "rank_directories",
+    "segment_name",
+    "stored_segments",
+    "trim_segments",
+]
 
 _BLOCK_BYTES = 512
 _SEGMENT_BYTES = 4
@@ -82,6 +88,38 @@ def stored_segments(config: SecondaryConfig, geometry: SpaceGeometry) -> dict[in
     except OSError as error:
         raise BackendError(explain(config.path, error)) from error
     return pages
+
+
+def trim_segments(config: SecondaryConfig, charged: Mapping[int, tuple[int, int]]) -> None:
+    """Cut off and remove what no row charges: `charged` are pages and ranks by segment.
+
+    Segments without a row are left alone.
+
+    Raises:
+        BackendError: the path cannot be read or written.
+    """
+    try:
+        with Directory.open(config.path) as base:
+            for rank, rank_name in rank_directories(base).items():
+                with base.subdirectory(rank_name) as directory:
+                    for entry in directory.entries():
+                        found = charged.get(_number(entry.name))
+                        if found is not None:
+                            _trim(directory, entry, 0 if rank >= found[1] else found[0])
+    except OSError as error:
+        raise BackendError(explain(config.path, error)) from error
+
+
+def _trim(directory: Directory, entry: "os.DirEntry[str]", page_count: int) -> None:
+    with suppress(FileNotFoundError):
+        if page_count == 0:
+            directory.unlink(entry.name)
+        elif entry.stat(follow_symlinks=False).st_size > page_count * PAGE_BYTES:
+            descriptor = directory.open_file(entry.name, os.O_RDWR)
+            try:
+                os.ftruncate(descriptor, page_count * PAGE_BYTES)
+            finally:
+                os.close(descriptor)
 
 
 def foreign_content(config: SecondaryConfig, rank_count: int) -> str:
