@@ -8,6 +8,7 @@
     |   +-- BackendFullError   no space left although it was reserved (ENOSPC, quota)
     |   |   +-- BackendMapFullError   the database, not the device, is as large as it may be
     |   +-- BackendCorruptError   a database file is damaged, or of another format
+    |   +-- BackendForeignError   what lies below a tier's path is somebody else's
     +-- DeviceError      the GPU or its driver refused a call
     |   +-- DeviceBusyError   only for now: a CUDA graph is being captured; try again later
     +-- CatalogError     the directory of a secondary tier cannot be opened or written
@@ -23,6 +24,7 @@ Expected refusals (cache full, key absent, queue full) are values, never excepti
 __all__ = [
     "BackendCorruptError",
     "BackendError",
+    "BackendForeignError",
     "BackendFullError",
     "BackendMapFullError",
     "CatalogDamagedError",
@@ -70,6 +72,10 @@ class BackendMapFullError(BackendFullError):
 
 class BackendCorruptError(BackendError):
     """A database file is damaged, or of another format."""
+
+
+class BackendForeignError(BackendError):
+    """What lies below a tier's path is somebody else's; a user has to move it away."""
 
 
 class DeviceError(TierStoreError):

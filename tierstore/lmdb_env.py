@@ -4,8 +4,8 @@ An environment must not be opened twice in one process, so openers of one direct
 environment by reference count. Every exception of the library is translated here, and only here.
 """
 
-import errno
 import os
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 import lmdb
 
 from tierstore import lmdb_file
+from tierstore.directory import Directory
 from tierstore.errors import (
     BackendCorruptError,
     BackendError,
@@ -26,6 +27,8 @@ from tierstore.errors import (
     TierStoreError,
 )
 from tierstore.lmdb_lock import opening_lock
+from tierstore.marker import open_below
+from tierstore.remedies import FULL, explain, remedy_in
 from tierstore.system import SYSTEM, DatabasePoint, SystemCalls
 
 __all__ = [
@@ -55,7 +58,7 @@ _OPENING_SECONDS_MAX = 30.0
 _FileId: TypeAlias = tuple[int, int]
 """Device and inode of a directory, whatever its path."""
 
-_FULL = {errno.ENOSPC, errno.EDQUOT}
+_DESCRIPTOR = re.compile(r"/proc/self/fd/\d+:? ?")
 _READERS_MAX = 126
 _DATABASES_MAX = 16
 _FILE_MODE = 0o600
@@ -107,12 +110,15 @@ _REMEDIES: Mapping[type[TierStoreError], str] = {
 def translate(error: lmdb.Error, directory: Path) -> TierStoreError:
     """Return the error of ours that stands for one of the library's."""
     kind = ERRORS.get(type(error).__name__, BackendError)
-    return kind(f"{directory}: {error}; {_REMEDIES[kind]}")
+    # Its path is that of a descriptor, which says nothing.
+    words = _DESCRIPTOR.sub("", str(error))
+    remedy = _REMEDIES[kind] if kind is not BackendError else remedy_in(words)
+    return kind(f"{directory}: {words}; {remedy or _REMEDIES[BackendError]}")
 
 
 def _translate_os(error: OSError, directory: Path) -> BackendError:
-    kind = BackendFullError if error.errno in _FULL else BackendError
-    return kind(f"{directory}: {error}; {_REMEDIES[kind]}")
+    kind = BackendFullError if error.errno in FULL else BackendError
+    return kind(explain(directory, error))
 
 
 class LmdbEnv:
@@ -130,7 +136,7 @@ class LmdbEnv:
 
     def __init__(
         self,
-        directory: Path,
+        files: Directory,
         env: lmdb.Environment,
         admission: lmdb_file.Admission,
         key: _FileId,
@@ -138,7 +144,8 @@ class LmdbEnv:
         *,
         system: SystemCalls,
     ) -> None:
-        self.directory = directory
+        self.directory = files.path
+        self._files = files
         self._system = system
         self.admission = admission
         """What was found in its file when it was opened."""
@@ -150,7 +157,7 @@ class LmdbEnv:
         self.process_id = os.getpid()
         self._reference_count = 0
         self._databases: dict[bytes, Database] = {}
-        self._file_ids = lmdb_file.file_ids(directory)
+        self._file_ids = lmdb_file.file_ids(files.path)
 
     @classmethod
     def open(
@@ -160,15 +167,18 @@ class LmdbEnv:
         map_bytes: int,
         readahead: bool = False,
         sealed: bool = False,
+        tier: Path | None = None,
         wait_seconds_max: float = _OPENING_SECONDS_MAX,
         system: SystemCalls = SYSTEM,
     ) -> Self:
         """Open or create the environment below `directory`, which is made if needed.
 
-        Its file is verified first, unless another process has it open; if it is damaged, it is
-        removed, and `admission` says why. Openers take turns. With `sealed`, the last one to close
-        it seals it: every bit is verified then, and faster, for the price of reading the file once
-        at the close.
+        No link is followed below `tier`, the path of a tier, which has to be marked as one.
+
+        Its file is verified first, unless another process has it open; if it is damaged, or the
+        library refuses it, it is removed, and `admission` says why. Openers take turns. With
+        `sealed`, the last one to close it seals it: every bit is verified then, and faster, for
+        the price of reading the file once at the close.
 
         `map_bytes` bounds the data file for good, or grows to its present size. It is halved as
         long as the process may not have so many addresses. Of several openers in one process the
@@ -182,34 +192,44 @@ class LmdbEnv:
         """
         _watch_forks()
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            status = directory.stat()
+            files = open_below(tier, directory, create=True, system=system)
         except OSError as error:
-            raise BackendError(f"{directory}: {error}; make the path writable") from error
-        key = (status.st_dev, status.st_ino)
-        lock = cls._lock_of(key)
-        with lock:
-            shared = cls._shared.get(key)
-            if shared is not None and not shared.is_of(directory):
-                # It was removed while it was open, and its number went to a new directory.
-                shared = None
-            if shared is not None and shared.process_id != os.getpid():
-                raise BackendError(
-                    f"{directory}: was open when this process was forked, and cannot be opened "
-                    "here; start this process by spawn, or before its parent opens the path"
-                )
-            if shared is None:
-                env, admission = _open_env(
-                    directory,
-                    map_bytes,
-                    readahead=readahead,
-                    wait_seconds_max=wait_seconds_max,
-                    system=system,
-                )
-                shared = cls._shared[key] = cls(directory, env, admission, key, lock, system=system)
-            shared._is_sealed |= sealed
-            shared._reference_count += 1
-            return shared  # type: ignore[return-value]
+            raise BackendError(explain(directory, error)) from error
+        shared: LmdbEnv | None = None
+        try:
+            status = os.fstat(files.descriptor)
+            key = (status.st_dev, status.st_ino)
+            lock = cls._lock_of(key)
+            with lock:
+                shared = cls._find_shared(key, directory)
+                if shared is None:
+                    env, admission = _open_env(
+                        files,
+                        map_bytes,
+                        readahead=readahead,
+                        wait_seconds_max=wait_seconds_max,
+                        system=system,
+                    )
+                    shared = cls._shared[key] = cls(files, env, admission, key, lock, system=system)
+                shared._is_sealed |= sealed
+                shared._reference_count += 1
+                return shared  # type: ignore[return-value]
+        finally:
+            if shared is None or shared._files is not files:
+                files.close()
+
+    @classmethod
+    def _find_shared(cls, key: _FileId, directory: Path) -> "LmdbEnv | None":
+        shared = cls._shared.get(key)
+        if shared is None or not shared.is_of(directory):
+            # It was removed while it was open, and its number went to a new directory.
+            return None
+        if shared.process_id != os.getpid():
+            raise BackendError(
+                f"{directory}: was open when this process was forked, and cannot be opened "
+                "here; start this process by spawn, or before its parent opens the path"
+            )
+        return shared
 
     @classmethod
     def _lock_of(cls, key: _FileId) -> threading.Lock:
@@ -233,7 +253,8 @@ class LmdbEnv:
                     del self._shared[self._key]
                 self._env.close()
                 if self._is_sealed and self.is_of(self.directory):
-                    lmdb_file.seal(self.directory)
+                    lmdb_file.seal(self._files)
+                self._files.close()
 
     def is_of(self, directory: Path) -> bool:
         """Return whether a directory still holds files of this environment."""
@@ -241,7 +262,7 @@ class LmdbEnv:
 
     def distrust(self, cause: str) -> None:
         """Let the next one who has the environment for himself start anew: its rows are wrong."""
-        lmdb_file.distrust(self.directory, cause)
+        lmdb_file.distrust(self._files, cause)
 
     def database(self, name: bytes) -> Database:
         """Open or create one named database; its handle lives as long as the environment."""
@@ -351,7 +372,7 @@ def _renew_locks() -> None:
 
 
 def _open_env(
-    directory: Path,
+    directory: Directory,
     map_bytes: int,
     *,
     readahead: bool,
@@ -364,14 +385,27 @@ def _open_env(
                 directory, map_bytes=map_bytes, wait_seconds_max=wait_seconds_max
             )
             system.reach(DatabasePoint.OPEN)
-            return _open_library(directory, map_bytes, readahead=readahead), admission
+            try:
+                return _open_library(directory, map_bytes, readahead=readahead), admission
+            except lmdb.Error as error:
+                refusal = translate(error, directory.path)
+                if not isinstance(refusal, BackendCorruptError):
+                    raise
+                # Nothing that was verified is refused, so far as we know it.
+                anew = lmdb_file.start_anew(
+                    directory, str(error), wait_seconds_max=wait_seconds_max
+                )
+                if anew is None:
+                    lmdb_file.distrust(directory, str(error))
+                    raise
+            return _open_library(directory, map_bytes, readahead=readahead), anew
     except lmdb.Error as error:
-        raise translate(error, directory) from error
+        raise translate(error, directory.path) from error
     except OSError as error:
-        raise BackendError(f"{directory}: {error}; make the path writable") from error
+        raise _translate_os(error, directory.path) from error
 
 
-def _open_library(directory: Path, map_bytes: int, *, readahead: bool) -> lmdb.Environment:
+def _open_library(directory: Directory, map_bytes: int, *, readahead: bool) -> lmdb.Environment:
     """Open the environment, and read once: that takes the byte of our process id."""
     env = _open_mapped(directory, map_bytes, readahead=readahead)
     try:
@@ -392,11 +426,12 @@ def _open_library(directory: Path, map_bytes: int, *, readahead: bool) -> lmdb.E
     return env
 
 
-def _open_mapped(directory: Path, map_bytes: int, *, readahead: bool) -> lmdb.Environment:
+def _open_mapped(directory: Directory, map_bytes: int, *, readahead: bool) -> lmdb.Environment:
+    path = _path_of(directory)
     while True:
         try:
             return lmdb.open(
-                os.fspath(directory),
+                path,
                 map_size=map_bytes,
                 max_dbs=_DATABASES_MAX,
                 max_readers=_READERS_MAX,
@@ -410,6 +445,12 @@ def _open_mapped(directory: Path, map_bytes: int, *, readahead: bool) -> lmdb.En
             if map_bytes <= _MAP_BYTES_MIN:
                 raise
             map_bytes //= 2
+
+
+def _path_of(directory: Directory) -> str:
+    """Return a path to exactly the directory that is open, if the system has such paths."""
+    path = f"/proc/self/fd/{directory.descriptor}"
+    return path if Path(path).exists() else os.fspath(directory.path)
 
 
 def _has_readers(env: lmdb.Environment, process_id: int) -> bool:

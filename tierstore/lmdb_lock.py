@@ -11,6 +11,10 @@ Two openers are one too many for the library: the one that locks the first byte 
 turns, and whoever finds that nobody has the environment open starts with an empty `lock.mdb`. A
 mutex that was held during a power cut would never be given back.
 
+Who uses an environment can write to it, so it is his lock for writing that counts: that of the byte
+of his process id, which each of ours has as long as he has it open. Whoever could open the file for
+reading at some time may hold locks for reading on any byte; then all openers use a new file.
+
 The library believes in process ids. It calls a reader dead if nobody has the byte of its process
 id locked: true across pid namespaces, for the kernel knows the holder and not the number. But two
 processes of one number would need one byte. The kernel knows the owner of a mutex by a number too,
@@ -21,14 +25,13 @@ import errno
 import fcntl
 import logging
 import os
-import stat
 import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
-from pathlib import Path
 
+from tierstore.directory import Directory
 from tierstore.errors import BackendError
 
 __all__ = [
@@ -37,7 +40,6 @@ __all__ = [
     "LibraryLock",
     "library_lock",
     "opening_lock",
-    "regular_file",
 ]
 
 _logger = logging.getLogger(__name__)
@@ -51,7 +53,13 @@ _FOREIGN_LOCK_FILE_BYTES_MAX = 1 << 20
 LIBRARY_LOCK_NAME = "lock.mdb"
 _OPENING_LOCK_NAME = "opening.lock"
 _POLL_SECONDS = 0.01
+_BLOCKED_SECONDS = 0.2
+"""Who has just opened an environment has not yet the byte of his process id for so long at most."""
+
 _PROCESS_ID_BYTES_MAX = 20
+
+_ALL_BYTES = 0
+"""Of a lock: up to the end, wherever that will be."""
 
 _FLOCK = struct.Struct("hhqqi4x")
 """The kernel's `struct flock` on 64 bits: type, whence, start, length, process (0)."""
@@ -61,7 +69,7 @@ _held: set[int] = set()
 
 
 @contextmanager
-def opening_lock(directory: Path, *, wait_seconds_max: float) -> Iterator[None]:
+def opening_lock(directory: Directory, *, wait_seconds_max: float) -> Iterator[None]:
     """Keep all others, of this process too, from opening or sealing the environment meanwhile.
 
     Raises:
@@ -69,11 +77,11 @@ def opening_lock(directory: Path, *, wait_seconds_max: float) -> Iterator[None]:
         OSError: the file cannot be opened or locked.
     """
     deadline = time.monotonic() + wait_seconds_max
-    with _locked_file(directory / _OPENING_LOCK_NAME) as descriptor:
+    with _locked_file(directory, _OPENING_LOCK_NAME) as descriptor:
         while not _try_flock(descriptor):
             if time.monotonic() >= deadline:
                 raise BackendError(
-                    f"{directory}: could not be opened within {wait_seconds_max:g} s: another "
+                    f"{directory.path}: could not be opened within {wait_seconds_max:g} s: another "
                     f"process{_named_process(descriptor)} is opening it; end it if it is stuck"
                 )
             time.sleep(_POLL_SECONDS)
@@ -90,7 +98,7 @@ def opening_lock(directory: Path, *, wait_seconds_max: float) -> Iterator[None]:
 class LibraryLock:
     """The library's lock file, held by `library_lock`."""
 
-    def __init__(self, directory: Path, descriptor: int) -> None:
+    def __init__(self, directory: Directory, descriptor: int) -> None:
         self._directory = directory
         self._descriptor = descriptor
         self.is_alone = False
@@ -110,8 +118,9 @@ class LibraryLock:
             size = min(os.fstat(self._descriptor).st_size, _FOREIGN_LOCK_FILE_BYTES_MAX)
             os.posix_fallocate(self._descriptor, 0, size or LOCK_FILE_BYTES)
             return
-        # Neither by a new file, for a program that waits for a lock of this one would go on with
-        # it; nor by an empty one, for its blocks might be gone before they are asked for again.
+        # Neither by a new file, if it can be helped, for a program that waits for a lock of this
+        # one would go on with it; nor by an empty one, for its blocks might be gone before they
+        # are asked for again.
         os.ftruncate(self._descriptor, LOCK_FILE_BYTES)
         os.posix_fallocate(self._descriptor, 0, LOCK_FILE_BYTES)
         os.pwrite(self._descriptor, bytes(LOCK_FILE_BYTES), 0)
@@ -125,16 +134,27 @@ class LibraryLock:
         self.is_alone = self._try_set(fcntl.F_WRLCK)
         return self.is_alone or self._try_set(fcntl.F_RDLCK)
 
+    def is_blocked(self) -> bool:
+        """Return whether locks keep us from being alone, but none of somebody who can write."""
+        return not self.is_alone and self._writer(0, _ALL_BYTES) is None
+
     def unlock(self) -> None:
         """Give the first byte back, whoever else has a copy of the descriptor."""
         self._try_set(fcntl.F_UNLCK)
 
-    def holder_of(self, byte: int) -> int | None:
-        """Return a process that has a byte locked, None: nobody.
+    def writer_of(self, byte: int) -> int | None:
+        """Return a process that has a byte locked for writing, None: nobody.
 
         A process of another pid namespace is 0; -1: unknown.
         """
-        wanted = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+        return self._writer(byte, 1)
+
+    def user(self) -> int | None:
+        """Return a process that has the environment open, as `writer_of` does."""
+        return self._writer(1, _ALL_BYTES)
+
+    def _writer(self, start: int, count: int) -> int | None:
+        wanted = _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, start, count, 0)
         found = _FLOCK.unpack(fcntl.fcntl(self._descriptor, fcntl.F_OFD_GETLK, wanted))
         return None if found[0] == fcntl.F_UNLCK else int(found[4])
 
@@ -152,7 +172,7 @@ class LibraryLock:
 
 
 @contextmanager
-def library_lock(directory: Path, *, wait_seconds_max: float) -> Iterator[LibraryLock]:
+def library_lock(directory: Directory, *, wait_seconds_max: float) -> Iterator[LibraryLock]:
     """Lock the library's first byte: alone if nobody has it open, else with those who have.
 
     Under our opening lock, and while this process has not opened the environment: the kernel drops
@@ -164,71 +184,64 @@ def library_lock(directory: Path, *, wait_seconds_max: float) -> Iterator[Librar
         OSError: the file cannot be opened or locked.
     """
     deadline = time.monotonic() + wait_seconds_max
-    with _locked_file(directory / LIBRARY_LOCK_NAME) as descriptor:
-        lock = LibraryLock(directory, descriptor)
-        _require_own_process_id(directory, lock)
-        while not lock.try_lock():
-            if time.monotonic() >= deadline:
-                raise BackendError(
-                    f"{directory}: could not be opened within {wait_seconds_max:g} s: another "
-                    f"program (process id {lock.holder_of(0)}) prepares {LIBRARY_LOCK_NAME}; end "
-                    "it if it is stuck"
-                )
-            time.sleep(_POLL_SECONDS)
-        if lock.holder_of(0) == 0:
+    while True:
+        with _locked_file(directory, LIBRARY_LOCK_NAME) as descriptor:
+            lock = LibraryLock(directory, descriptor)
+            _require_own_process_id(directory, lock)
+            _wait_for(directory, lock, deadline, wait_seconds_max)
+            try:
+                if not lock.is_blocked():
+                    yield lock
+                    return
+            finally:
+                lock.unlock()
             _logger.warning(
-                "open in another pid namespace, unsafe when one is killed: directory=%s; share "
-                "the pid namespace",
-                directory,
+                "locked by somebody who cannot write to it, and replaced: path=%s",
+                directory.path / LIBRARY_LOCK_NAME,
             )
-        try:
-            yield lock
-        finally:
-            lock.unlock()
+            directory.unlink(LIBRARY_LOCK_NAME)
 
 
-def _require_own_process_id(directory: Path, lock: LibraryLock) -> None:
+def _wait_for(
+    directory: Directory, lock: LibraryLock, deadline: float, wait_seconds_max: float
+) -> None:
+    patience = min(deadline, time.monotonic() + _BLOCKED_SECONDS)
+    while not lock.try_lock() or (lock.is_blocked() and time.monotonic() < patience):
+        if time.monotonic() >= deadline:
+            raise BackendError(
+                f"{directory.path}: could not be opened within {wait_seconds_max:g} s: another "
+                f"program (process id {lock.writer_of(0)}) prepares {LIBRARY_LOCK_NAME}; end "
+                "it if it is stuck"
+            )
+        time.sleep(_POLL_SECONDS)
+    if lock.user() == 0:
+        _logger.warning(
+            "open in another pid namespace, unsafe when one is killed: directory=%s; share "
+            "the pid namespace",
+            directory.path,
+        )
+
+
+def _require_own_process_id(directory: Directory, lock: LibraryLock) -> None:
     process_id = os.getpid()
-    if lock.holder_of(process_id) not in {None, process_id}:
+    if lock.writer_of(process_id) not in {None, process_id}:
         raise BackendError(
-            f"{directory}: another process with the same process id, {process_id}, in another pid "
-            "namespace, has it open; share the pid namespace (Docker: --pid=host, Kubernetes: "
+            f"{directory.path}: another process with the same process id, {process_id}, in another "
+            "pid namespace, has it open; share the pid namespace (Docker: --pid=host, Kubernetes: "
             "hostPID: true), or give each container a path of its own"
         )
 
 
 @contextmanager
-def regular_file(path: Path, flags: int) -> Iterator[int]:
-    """Open a file that is no link, and nothing that blocks; made for this user alone.
-
-    Raises:
-        BackendError: it is something else.
-        OSError: it cannot be opened.
-    """
-    flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+def _locked_file(directory: Directory, name: str) -> Iterator[int]:
+    _watch_forks()
+    descriptor = directory.open_file(name, os.O_RDWR | os.O_CREAT)
+    _held.add(descriptor)
     try:
-        descriptor = os.open(path, flags, 0o600)
-    except OSError as error:
-        if error.errno in {errno.ELOOP, errno.ENXIO, errno.EISDIR}:
-            raise BackendError(f"{path}: is not a regular file; remove it") from error
-        raise
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise BackendError(f"{path}: is not a regular file; remove it")
         yield descriptor
     finally:
+        _held.discard(descriptor)
         os.close(descriptor)
-
-
-@contextmanager
-def _locked_file(path: Path) -> Iterator[int]:
-    _watch_forks()
-    with regular_file(path, os.O_RDWR | os.O_CREAT) as descriptor:
-        _held.add(descriptor)
-        try:
-            yield descriptor
-        finally:
-            _held.discard(descriptor)
 
 
 @cache

@@ -17,6 +17,8 @@ __all__ = ["IOVEC_COUNT_MAX", "SYSTEM", "DatabasePoint", "SystemCalls", "buffer_
 
 IOVEC_COUNT_MAX = os.sysconf("SC_IOV_MAX")
 
+_DIRECTORY_MODE = 0o700
+
 _FALLOC_FL_KEEP_SIZE = 1
 _FALLOC_FL_PUNCH_HOLE = 2
 
@@ -64,6 +66,21 @@ class SystemCalls:
         New ones are readable and writable for their owner only.
         """
         return os.open(path, flags | os.O_CLOEXEC, 0o600, dir_fd=directory)
+
+    def make_directory(self, path: Path | str, directory: int | None = None) -> None:
+        """Make a directory for its owner only, whatever the mask of the process.
+
+        Relative to the descriptor of a directory if there is one.
+        """
+        os.mkdir(path, _DIRECTORY_MODE, dir_fd=directory)
+        flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(path, flags, dir_fd=directory)
+        try:
+            status = os.fstat(descriptor)
+            if status.st_uid == os.geteuid() and status.st_mode & 0o777 != _DIRECTORY_MODE:
+                Path(f"/proc/self/fd/{descriptor}").chmod(_DIRECTORY_MODE)
+        finally:
+            os.close(descriptor)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Read into buffers; may read less than asked."""

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from catalog_harness import MIB, Harness
 
-from tierstore.errors import CatalogError, ConfigError, ManifestError
+from tierstore.errors import ConfigError, ManifestError
 from tierstore.manifest import Manifest
 from tierstore.tier.catalog import Catalog
 
@@ -58,8 +58,13 @@ def test_a_capacity_below_one_segment_is_refused(tmp_path):
         Harness(tmp_path, capacity=MIB)
 
 
-def test_a_file_that_is_no_catalog_is_refused_with_the_remedy(tmp_path):
+def test_a_file_that_is_no_catalog_is_started_anew(tmp_path):
     (tmp_path / "catalog").mkdir()
     (tmp_path / "catalog" / "data.mdb").write_bytes(b"x" * 65536)
-    with pytest.raises(CatalogError, match="remove"):
-        Harness(tmp_path)
+    harness = Harness(tmp_path)
+    assert harness.catalog.damage
+    harness.store(*range(8))
+    harness.reopen()
+    assert harness.located(*range(8)) == [True] * 8
+    assert not harness.catalog.damage
+    harness.catalog.close()

@@ -5,10 +5,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 
 import pytest
 
-from tierstore.errors import BackendCorruptError
+from tierstore.directory import Directory
+from tierstore.errors import BackendError
 from tierstore.lmdb_env import LmdbEnv
 from tierstore.lmdb_lock import library_lock
 
@@ -192,11 +194,94 @@ def test_others_who_use_a_distrusted_environment_are_not_disturbed(path):
         holder.communicate()
 
 
-def test_a_file_that_is_no_database_is_refused_and_kept(tmp_path):
-    (tmp_path / "data.mdb").write_bytes(b"x" * 65_536)
-    with pytest.raises(BackendCorruptError, match="remove"):
-        open_env(tmp_path)
-    assert (tmp_path / "data.mdb").read_bytes() == b"x" * 65_536
+def other_version(content):
+    """Return the file as another version of the library would have marked it."""
+    changed = bytearray(content)
+    for meta in (0, 4096):
+        changed[meta + 20 : meta + 24] = (7).to_bytes(4, "little")
+    return bytes(changed)
+
+
+def other_page_size(content):
+    changed = bytearray(content)
+    for meta in (0, 4096):
+        changed[meta + 40 : meta + 44] = (8192).to_bytes(4, "little")
+    return bytes(changed)
+
+
+DAMAGES = {
+    "zeros": lambda content: bytes(len(content)),
+    "one byte": lambda _: b"x",
+    "random": lambda content: Random(1).randbytes(len(content)),
+    "text": lambda _: b"x" * 65_536,
+    "one page": lambda content: content[:4096],
+    "both metas": lambda content: bytes(8192) + content[8192:],
+    "first meta": lambda content: bytes(4096) + content[4096:],
+    "second meta": lambda content: content[:4096] + bytes(4096) + content[8192:],
+    "cut in a meta": lambda content: content[:5000],
+    "cut behind the metas": lambda content: content[:8192],
+    "cut in a page": lambda content: content[:-5000],
+    "other version": other_version,
+    "other page size": other_page_size,
+}
+
+
+@pytest.mark.parametrize("is_sealed", [True, False])
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_file_that_is_no_database_is_started_anew(path, name, is_sealed):
+    data = path / "data.mdb"
+    data.write_bytes(DAMAGES[name](data.read_bytes()))
+    if not is_sealed:
+        (path / "seal.bin").unlink()
+    admission, value = get(path)
+    assert admission.damage
+    assert value is None
+    fill(path)
+    admission, value = get(path)
+    assert (admission.damage, value) == ("", b"b" * 60)
+
+
+def test_a_data_file_that_is_truncated_at_any_byte_is_whole_or_started_anew(path):
+    content = (path / "data.mdb").read_bytes()
+    for size in [*range(0, 400, 7), *Random(2).sample(range(len(content)), 60)]:
+        (path / "data.mdb").write_bytes(content[:size])
+        admission, value = get(path)
+        assert value in {None, b"b" * 60}
+        assert bool(admission.damage) == (value is None and size > 0)
+        (path / "seal.bin").unlink(missing_ok=True)
+
+
+def test_an_enormous_data_file_with_holes_is_not_read(path):
+    os.truncate(path / "data.mdb", 1 << 40)
+    assert get(path)[0].damage
+    with (path / "data.mdb").open("wb") as file:
+        file.truncate(1 << 42)
+    assert get(path)[0].damage
+    fill(path)
+    assert get(path)[1] == b"b" * 60
+
+
+@pytest.mark.parametrize("name", ["seal.bin", "distrust"])
+def test_small_files_of_enormous_size_are_not_read(path, name):
+    with (path / name).open("wb") as file:
+        file.truncate(1 << 40)
+    get(path)
+    fill(path)
+    assert get(path)[1] == b"b" * 60
+    assert sum(file.stat().st_size for file in path.iterdir()) < 1 << 20
+
+
+def test_a_data_file_that_is_gone_under_its_user_is_refused_to_others(path):
+    holder = start_holder(path)
+    try:
+        (path / "data.mdb").unlink()
+        with pytest.raises(BackendError, match="while another process has it open"):
+            get(path)
+        assert not (path / "data.mdb").exists()
+    finally:
+        holder.kill()
+        holder.communicate()
+    assert get(path)[0].damage == ""
 
 
 def test_the_library_of_another_process_waits_while_a_file_is_verified(path):
@@ -206,7 +291,7 @@ def test_the_library_of_another_process_waits_while_a_file_is_verified(path):
         "fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)"
     )
     command = [sys.executable, "-c", asks, path / "lock.mdb"]
-    with library_lock(path, wait_seconds_max=0) as lock:
+    with library_lock(Directory.open(path), wait_seconds_max=0) as lock:
         assert lock.is_alone
         refused = subprocess.run(command, capture_output=True, text=True, check=False)
         assert "BlockingIOError" in refused.stderr

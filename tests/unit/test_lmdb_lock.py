@@ -2,11 +2,14 @@
 
 import fcntl
 import os
+import stat
 import struct
 from pathlib import Path
 
 import pytest
+from planted import plant
 
+from tierstore.directory import Directory
 from tierstore.errors import BackendError
 from tierstore.lmdb_env import LmdbEnv
 from tierstore.lmdb_lock import LOCK_FILE_BYTES, library_lock, opening_lock
@@ -16,6 +19,11 @@ MAP_BYTES = 1 << 20
 
 def open_env(path):
     return LmdbEnv.open(path, map_bytes=MAP_BYTES, sealed=True, wait_seconds_max=0)
+
+
+def set_lock(file, kind, start, count=1):
+    wanted = struct.pack("hhqqi4x", kind, os.SEEK_SET, start, count, 0)
+    fcntl.fcntl(file, fcntl.F_OFD_SETLK, wanted)
 
 
 def use(path):
@@ -48,9 +56,9 @@ def test_a_lock_file_that_others_use_keeps_its_size_and_gets_bounded_room(tmp_pa
     with (tmp_path / "lock.mdb").open("w+b") as file:
         file.truncate(1 << 40)
         # As a program that has the environment open; of this process, so by its description.
-        shared = struct.pack("hhqqi4x", fcntl.F_RDLCK, os.SEEK_SET, 0, 1, 0)
-        fcntl.fcntl(file, fcntl.F_OFD_SETLK, shared)
-        with library_lock(tmp_path, wait_seconds_max=0) as lock:
+        set_lock(file, fcntl.F_RDLCK, 0)
+        set_lock(file, fcntl.F_WRLCK, 1_000_000)
+        with library_lock(Directory.open(tmp_path), wait_seconds_max=0) as lock:
             assert not lock.is_alone
             lock.prepare_file()
     status = (tmp_path / "lock.mdb").stat()
@@ -58,25 +66,53 @@ def test_a_lock_file_that_others_use_keeps_its_size_and_gets_bounded_room(tmp_pa
     assert LOCK_FILE_BYTES <= status.st_blocks * 512 <= 2 << 20
 
 
-@pytest.mark.parametrize("name", ["opening.lock", "lock.mdb", "seal.bin", "distrust", "data.mdb"])
-@pytest.mark.parametrize("kind", ["link", "dangling link", "pipe", "directory"])
-def test_what_is_no_file_is_named_and_not_followed(tmp_path, name, kind):
-    aim = tmp_path / "aim"
-    path = tmp_path / "tier" / name
-    path.parent.mkdir()
-    if kind == "link":
-        aim.write_bytes(b"of somebody else")
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "directory":
-        path.mkdir()
-    else:
-        path.symlink_to(aim)
-    with pytest.raises(BackendError, match=f"{name}: is not a regular file"):
-        open_env(tmp_path / "tier")
-    if kind == "link":
-        assert aim.read_bytes() == b"of somebody else"
-    assert aim.exists() == (kind == "link")
+NAMES = ["opening.lock", "lock.mdb", "seal.bin", "distrust", "data.mdb"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "kind", ["link", "dangling link", "hard link", "pipe", "socket", "empty directory", "device"]
+)
+def test_what_is_no_file_of_ours_is_not_followed_and_gives_way(tmp_path, name, kind):
+    aim, path = tmp_path / "aim", tmp_path / "tier"
+    aim.write_bytes(b"of somebody else" * 1000)
+    path.mkdir()
+    plant(path / name, kind, aim)
+    use(path)
+    use(path)
+    assert aim.read_bytes() == b"of somebody else" * 1000
+    assert aim.stat().st_nlink == 1
+    assert not (tmp_path / "nothing").exists()
+    assert all(stat.S_ISREG(file.lstat().st_mode) for file in path.iterdir())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_directory_with_content_in_the_place_of_a_file_is_refused_by_name(tmp_path, name):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "theirs").write_bytes(b"x")
+    with pytest.raises(BackendError, match=f"{name}: is a directory with content .* move it away"):
+        open_env(tmp_path)
+    assert (tmp_path / name / "theirs").read_bytes() == b"x"
+
+
+@pytest.mark.parametrize("byte", ["the first", "all"])
+def test_locks_of_somebody_who_can_only_read_keep_nobody_from_verifying(tmp_path, byte):
+    use(tmp_path)
+    content = bytearray((tmp_path / "data.mdb").read_bytes())
+    content[8192:] = b"\xff" * (len(content) - 8192)
+    (tmp_path / "data.mdb").write_bytes(content)
+    with (tmp_path / "lock.mdb").open("rb") as reader:
+        set_lock(reader, fcntl.F_RDLCK, 0, 1 if byte == "the first" else 0)
+        env = open_env(tmp_path)
+        assert env.admission.damage
+        with env.write() as txn:
+            txn.put(b"key", b"value")
+        env.close()
+        env = open_env(tmp_path)
+        assert not env.admission.damage
+        with env.read() as txn:
+            assert txn.get(b"key") == b"value"
+        env.close()
 
 
 def test_two_names_of_one_directory_are_one_environment(tmp_path):
@@ -97,17 +133,17 @@ def test_the_files_are_made_for_their_user_alone(tmp_path):
 
 def test_the_holder_of_the_opening_lock_is_named_while_it_holds_it(tmp_path):
     path = tmp_path / "opening.lock"
-    with opening_lock(tmp_path, wait_seconds_max=0):
+    with opening_lock(Directory.open(tmp_path), wait_seconds_max=0):
         assert path.read_text() == str(os.getpid())
         with (
             pytest.raises(BackendError, match=rf"within 0 s: .*process id {os.getpid()}\)"),
-            opening_lock(tmp_path, wait_seconds_max=0),
+            opening_lock(Directory.open(tmp_path), wait_seconds_max=0),
         ):
             pass
         path.write_bytes(b"\xff" * 100_000)
         with (
             pytest.raises(BackendError, match="another process is opening it"),
-            opening_lock(tmp_path, wait_seconds_max=0),
+            opening_lock(Directory.open(tmp_path), wait_seconds_max=0),
         ):
             pass
     assert path.stat().st_size == 0
@@ -115,12 +151,12 @@ def test_the_holder_of_the_opening_lock_is_named_while_it_holds_it(tmp_path):
 
 def test_a_lock_is_given_back_though_a_forked_process_has_a_copy(tmp_path):
     # A process that is started by exec has one for a moment; one that a C library forks, for good.
-    with opening_lock(tmp_path, wait_seconds_max=0):
+    with opening_lock(Directory.open(tmp_path), wait_seconds_max=0):
         links = list(Path("/proc/self/fd").iterdir())
         copies = [os.dup(int(link.name)) for link in links if is_lock(link)]
         assert copies
     try:
-        with opening_lock(tmp_path, wait_seconds_max=0):
+        with opening_lock(Directory.open(tmp_path), wait_seconds_max=0):
             pass
     finally:
         for copy in copies:

@@ -9,6 +9,7 @@ import pytest
 from store_kit import Chunks, config_of
 
 from tierstore.errors import CatalogError, ClosedError
+from tierstore.marker import claim
 from tierstore.tier.owners import OwnerLock, is_owner_dead
 
 CHUNKS = Chunks(4096)
@@ -19,6 +20,7 @@ def descriptors() -> int:
 
 
 def test_a_lock_that_cannot_be_had_is_an_error_and_leaves_no_descriptor(tmp_path):
+    claim(tmp_path).close()
     (tmp_path / "owners").mkdir()
     with (tmp_path / "owners" / "1.lock").open("w") as foreign:
         fcntl.flock(foreign, fcntl.LOCK_EX)
@@ -32,6 +34,7 @@ def test_a_lock_that_cannot_be_had_is_an_error_and_leaves_no_descriptor(tmp_path
 
 
 def test_a_lock_whose_file_cannot_be_removed_is_released_all_the_same(tmp_path):
+    claim(tmp_path).close()
     before = descriptors()
     lock = OwnerLock.create(tmp_path / "owners", 1)
     (tmp_path / "owners" / "1.lock").unlink()
@@ -94,9 +97,11 @@ def test_a_forked_process_neither_uses_nor_harms_the_store(tmp_path, backend):
 
 def test_a_child_does_not_keep_the_lock_of_its_dead_parent(tmp_path):
     ready, done = os.pipe(), os.pipe()
+    claim(tmp_path).close()
+    owners = tmp_path / "owners"
 
     def die_with_a_child_alive():
-        lock = OwnerLock.create(tmp_path, 1)
+        lock = OwnerLock.create(owners, 1)
         if os.fork() == 0:
             os.write(ready[1], b"!")
             os.close(done[1])
@@ -107,8 +112,8 @@ def test_a_child_does_not_keep_the_lock_of_its_dead_parent(tmp_path):
     in_a_child(die_with_a_child_alive)
     os.read(ready[0], 1)
     try:
-        assert (tmp_path / "1.lock").exists()
-        assert is_owner_dead(tmp_path, 1)
+        assert (owners / "1.lock").exists()
+        assert is_owner_dead(owners, 1)
     finally:
         for descriptor in (*ready, *done):
             os.close(descriptor)

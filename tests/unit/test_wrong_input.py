@@ -268,6 +268,6 @@ def test_more_memory_than_there_is_is_refused_with_the_key_and_nothing_stays_ope
 def test_a_path_that_is_a_file_is_refused_and_the_file_is_left_alone(tmp_path, below):
     path = tmp_path / "tier"
     path.write_bytes(b"somebody's")
-    with pytest.raises(CatalogError, match="make the path writable"):
+    with pytest.raises(CatalogError, match="Not a directory; move the file away"):
         CHUNKS.open(config_of(path / below))
     assert path.read_bytes() == b"somebody's"

@@ -31,6 +31,7 @@ from tierstore.backend.segment import Segment, SegmentFiles
 from tierstore.config.model import IoMode
 from tierstore.errors import BackendError
 from tierstore.layout import PAGE_BYTES
+from tierstore.marker import open_below
 from tierstore.record import (
     EXTENT_RECORDS_MAX,
     HEADER_BYTES,
@@ -41,6 +42,7 @@ from tierstore.record import (
     parse_places,
     payload_checksum,
 )
+from tierstore.remedies import explain, remedy_of
 from tierstore.system import SYSTEM, SystemCalls
 from tierstore.transfer import FailureReason, PageRun
 
@@ -77,21 +79,24 @@ class FileBackend:
         rank: int,
         mode: IoMode = "direct",
         durable: bool = False,
+        tier: Path | None = None,
         leftovers: Callable[[], Sequence[Path]] = tuple,
         system: SystemCalls = SYSTEM,
     ) -> None:
         """Describe the backend; `system` is replaced by tests that let system calls fail.
 
-        `durable` flushes what `write` wrote before it returns. `leftovers` names the directories of
+        `durable` flushes what `write` wrote before it returns. `tier` is the path of the tier,
+        marked as one, below which no link is followed. `leftovers` names the directories of
         ranks that are no more, whose segments are released with ours.
         """
         self._leftovers = leftovers
         self._directory = directory
+        self._tier = tier
         self._rank = rank
         self._mode: IoMode = mode
         self._durable = durable
         self._system = system
-        self._files = SegmentFiles(directory, system=self._system)
+        self._files = SegmentFiles(directory, system=system, tier=tier)
         self._headers = HeaderCache()
         self._scratch = _HeaderPages()
         self._failures = FailureLog(directory)
@@ -106,9 +111,9 @@ class FileBackend:
         if self._opened:
             return
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
+            open_below(self._tier, self._directory, create=True, system=self._system).close()
         except OSError as error:
-            raise BackendError(f"{self._directory}: {error}; make the path writable") from error
+            raise BackendError(explain(self._directory, error)) from error
         able = probe(self._directory, self._system)
         mode = self._mode
         if (mode == "direct" and not able.direct) or (mode == "mmap" and not able.mapped):
@@ -181,8 +186,8 @@ class FileBackend:
         self._headers.drop_segments(empty.union(run.segment for run in runs))
         punched = [run for run in runs if run.segment not in empty]
         reasons = self._release(self._files, punched, empty_segments)
-        for directory in self._leftovers():
-            files = SegmentFiles(directory, system=self._system)
+        for directory in self._list_leftovers(reasons):
+            files = SegmentFiles(directory, system=self._system, tier=self._tier)
             try:
                 reasons += self._release(files, punched, empty_segments)
             finally:
@@ -200,8 +205,8 @@ class FileBackend:
                 self._files.flush(segment)
             except OSError as error:
                 raise BackendError(
-                    f"{self._directory}: flush of segment {segment} failed: {error}; "
-                    "check the health of the device"
+                    f"{self._directory}: flush of segment {segment} failed: {error.strerror}; "
+                    f"{remedy_of(error)}"
                 ) from error
 
     def close(self) -> None:
@@ -356,6 +361,14 @@ class FileBackend:
             return Mismatch(FailureReason.ABSENT, "segment ends before the record")
         header = bytes(page[index * HEADER_BYTES : (index + 1) * HEADER_BYTES])
         return explain_mismatch(header, record.slot[:size], record.key, rank=self._rank)
+
+    def _list_leftovers(self, reasons: list[FailureReason | None]) -> Sequence[Path]:
+        try:
+            return self._leftovers()
+        except OSError as error:
+            self._failures.report("release", name_of(error), record_count=0)
+            reasons.append(reason_of(error))
+            return ()
 
     def _release(
         self, files: SegmentFiles, runs: Sequence[PageRun], empty_segments: Sequence[int]

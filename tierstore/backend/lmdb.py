@@ -76,10 +76,15 @@ class LmdbBackend:
         rank: int,
         map_bytes: int,
         durable: bool = False,
+        tier: Path | None = None,
         system: SystemCalls = SYSTEM,
     ) -> None:
-        """Describe the backend; `durable` flushes what `write` wrote before it returns."""
+        """Describe the backend; `durable` flushes what `write` wrote before it returns.
+
+        `tier` is the path of the tier, marked as one, below which no link is followed.
+        """
         self._system = system
+        self._tier = tier
         self._directory = directory
         self._rank = rank
         self._map_bytes = map_bytes
@@ -102,6 +107,7 @@ class LmdbBackend:
                     self._directory,
                     map_bytes=self._map_bytes,
                     readahead=True,
+                    tier=self._tier,
                     system=self._system,
                 )
                 _logger.info(

@@ -5,12 +5,17 @@ from pathlib import Path
 from typing import Protocol
 
 from tierstore.backend.file import FileBackend
+from tierstore.backend.inventory import rank_directories
 from tierstore.backend.lmdb import LmdbBackend
 from tierstore.backend.protocol import Backend
 from tierstore.config import SecondaryConfig
+from tierstore.directory import Directory
+from tierstore.errors import BackendError
 from tierstore.faults import SystemOpener, open_system
 from tierstore.geometry import SpaceGeometry
 from tierstore.manifest import Manifest
+from tierstore.marker import claim
+from tierstore.remedies import explain
 from tierstore.system import SystemCalls
 
 __all__ = ["BackendOpener", "backend_opener", "leftover_directories", "open_backend"]
@@ -43,6 +48,7 @@ def open_backend(
     """
     geometry = SpaceGeometry.of(config, manifest, rank_count)
     system = open_system(config) if system is None else system
+    _claim(config.path, system)
     directory = config.path / f"rank{rank}"
     backend: Backend
     if config.backend == "file":
@@ -51,6 +57,7 @@ def open_backend(
             rank=rank,
             mode=config.io.mode,
             durable=config.io.durable,
+            tier=config.path,
             leftovers=partial(leftover_directories, config.path, rank, rank_count),
             system=system,
         )
@@ -60,6 +67,7 @@ def open_backend(
             rank=rank,
             map_bytes=geometry.payload_map_bytes,
             durable=config.io.durable,
+            tier=config.path,
             system=system,
         )
     backend.open()
@@ -82,11 +90,24 @@ def leftover_directories(path: Path, rank: int, rank_count: int) -> list[Path]:
     """Find the directories of ranks k >= `rank_count` that rank k modulo `rank_count` cleans up.
 
     An earlier run had more ranks; what the catalog evicts of it is released by us.
+
+    Raises:
+        OSError: the path cannot be read.
     """
+    try:
+        with Directory.open(path) as base:
+            found = rank_directories(base)
+    except FileNotFoundError:
+        return []
     return [
-        directory
-        for directory in path.glob("rank[0-9]*")
-        if (number := directory.name.removeprefix("rank")).isdecimal()
-        and int(number) >= rank_count
-        and int(number) % rank_count == rank
+        path / name
+        for number, name in found.items()
+        if number >= rank_count and number % rank_count == rank
     ]
+
+
+def _claim(path: Path, system: SystemCalls) -> None:
+    try:
+        claim(path, system=system).close()
+    except OSError as error:
+        raise BackendError(explain(path, error)) from error

@@ -6,19 +6,26 @@ A bounded number of descriptors is kept open. A descriptor in use is counted, so
 neither by the cache nor by a removal while another thread still reads through it.
 """
 
+import errno
 import mmap
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+from tierstore.backend.inventory import segment_name
+from tierstore.directory import Directory
+from tierstore.errors import BackendError
 from tierstore.layout import PAGE_BYTES
+from tierstore.marker import open_below
 from tierstore.system import IOVEC_COUNT_MAX, SystemCalls, buffer_address
 
 __all__ = ["Segment", "SegmentFiles"]
 
 _OPEN_COUNT_MAX = 64
+_TOO_MANY_OPEN = {errno.EMFILE, errno.ENFILE}
 _FILE_BYTES_MAX = (1 << 63) - 1
 _GIVEN_BACK_MAX = 1 << 14
 """Ranges of segments that are not there, of which so many are remembered; most of these segments
@@ -44,11 +51,13 @@ class SegmentFiles:
     No lock is held over I/O, but for the one that makes the creation of segments take turns.
     """
 
-    def __init__(self, directory: Path, *, system: SystemCalls) -> None:
+    def __init__(self, directory: Path, *, system: SystemCalls, tier: Path | None = None) -> None:
+        """Describe the files; no link is followed below `tier`, the path of the tier."""
         self._directory = directory
+        self._tier = tier
         self._mapped = False
         self._system = system
-        self._flags = os.O_RDWR | os.O_NOFOLLOW
+        self._flags = os.O_RDWR
         self._lock = threading.Lock()
         self._create_lock = threading.Lock()
         self._given_back: dict[int, list[tuple[int, int]]] = {}
@@ -59,7 +68,7 @@ class SegmentFiles:
 
     def open(self, *, direct: bool, mapped: bool) -> None:
         """Open segments with O_DIRECT, or read them through a mapping, from now on."""
-        self._flags = os.O_RDWR | os.O_NOFOLLOW | (os.O_DIRECT if direct else 0)
+        self._flags = os.O_RDWR | (os.O_DIRECT if direct else 0)
         self._mapped = mapped
         self._closed = False
 
@@ -75,13 +84,13 @@ class SegmentFiles:
                 cached.users += 1
                 self._segments.move_to_end(segment)
                 return cached
-        return self._insert(segment, self._system.open(self._path(segment), self._flags))
+        return self._insert(segment, self._open_file(segment, self._flags))
 
     def acquire_for_write(self, segment: int, segment_bytes: int, *, offset: int) -> Segment:
         """Return a segment for writing at `offset`, created and allocated from there if need be.
 
-        A cached descriptor whose file was unlinked by somebody is not used: what it writes would
-        be lost, and the blocks would count against no capacity.
+        A cached descriptor whose file somebody removed, replaced or moved away is not used: what it
+        writes would be lost, and the blocks would count against no capacity.
 
         Raises:
             OSError: it cannot be created or opened; on ENOSPC nothing of a new segment stays.
@@ -92,7 +101,7 @@ class SegmentFiles:
             held = self._create(segment, segment_bytes, offset)
         else:
             status = os.fstat(held.fd)
-            if status.st_nlink == 0 or status.st_size < segment_bytes:
+            if not self._lies_there(segment, status) or status.st_size < segment_bytes:
                 self.release(held)
                 self._forget(segment)
                 held = self._create(segment, segment_bytes, offset)
@@ -130,9 +139,11 @@ class SegmentFiles:
         """
         try:
             held = self.acquire(segment)
+        except IsADirectoryError:
+            return  # with content: nothing of ours
         except FileNotFoundError:
             with self._create_lock:
-                if not self._path(segment).exists():
+                if not os.path.lexists(self._path(segment)):
                     if sum(map(len, self._given_back.values())) < _GIVEN_BACK_MAX:
                         self._given_back.setdefault(segment, []).append((offset, size_bytes))
                     return
@@ -150,16 +161,15 @@ class SegmentFiles:
     def remove(self, segment: int) -> None:
         """Unlink a segment. Its blocks go first, in case another process has it open.
 
-        Of a link, which is nothing of ours, the link alone goes.
+        What has its name and is no file of ours is removed and not touched otherwise.
 
         Raises:
             OSError: the file system refused.
         """
         try:
-            if not self._path(segment).is_symlink():
-                self.punch(segment, 0, _FILE_BYTES_MAX)
-            self._system.unlink(self._path(segment))
-        except FileNotFoundError:
+            self.punch(segment, 0, _FILE_BYTES_MAX)
+            self._unlink(segment)
+        except (FileNotFoundError, IsADirectoryError):
             return
         finally:
             self._forget(segment)
@@ -229,7 +239,59 @@ class SegmentFiles:
             self._forget(segment)
 
     def _path(self, segment: int) -> Path:
-        return self._directory / f"{segment:08x}.seg"
+        return self._directory / segment_name(segment)
+
+    def _unlink(self, segment: int) -> None:
+        with self._opened() as directory:
+            directory.unlink(segment_name(segment))
+
+    def _lies_there(self, segment: int, status: os.stat_result) -> bool:
+        try:
+            return status.st_nlink == 1 and os.path.samestat(self._path(segment).lstat(), status)
+        except FileNotFoundError:
+            return False
+
+    @contextmanager
+    def _opened(self, *, create: bool = False) -> Iterator[Directory]:
+        """Open the directory for as long as the block lasts: who replaces it is followed at once.
+
+        Raises:
+            OSError: it cannot be opened, or what is asked of it fails; EISDIR for a directory with
+                content in the place of a segment, EPERM for what else belongs to somebody else.
+        """
+        try:
+            with self._open_directory(create=create) as directory:
+                yield directory
+        except BackendError as error:
+            code = errno.EISDIR if isinstance(error.__cause__, OSError) else errno.EPERM
+            raise OSError(code, str(error)) from error
+
+    def _open_directory(self, *, create: bool) -> Directory:
+        if self._tier is not None or not create:
+            return open_below(self._tier, self._directory, create=create, system=self._system)
+        # Not its parents: a path that vanished is in use again when somebody makes it.
+        with Directory.open(self._directory.parent, system=self._system) as parent:
+            return parent.subdirectory(self._directory.name, create=True)
+
+    def _open_file(self, segment: int, flags: int) -> int:
+        try:
+            return self._open_file_once(segment, flags)
+        except OSError as error:
+            if error.errno not in _TOO_MANY_OPEN:
+                raise
+        # What is cached can be opened again; what is asked for now cannot wait.
+        self._forget_unused()
+        return self._open_file_once(segment, flags)
+
+    def _open_file_once(self, segment: int, flags: int) -> int:
+        with self._opened(create=bool(flags & os.O_CREAT)) as directory:
+            return directory.open_file(segment_name(segment), flags)
+
+    def _forget_unused(self) -> None:
+        with self._lock:
+            unused = [number for number, held in self._segments.items() if held.users == 0]
+        for segment in unused:
+            self._forget(segment)
 
     def _insert(self, segment: int, fd: int) -> Segment:
         """Put a fresh descriptor into the cache, unless another thread was faster."""
@@ -274,14 +336,8 @@ class SegmentFiles:
         What lies before `offset` was given out before. Writes there that failed were released,
         and count no more, so nothing is allocated for them; others bring their own blocks.
         """
-        path = self._path(segment)
         with self._create_lock:
-            try:
-                fd = self._system.open(path, self._flags | os.O_CREAT)
-            except FileNotFoundError:
-                # Not its parents: a path that vanished is in use again when somebody makes it.
-                self._directory.mkdir(exist_ok=True)
-                fd = self._system.open(path, self._flags | os.O_CREAT)
+            fd = self._open_file(segment, self._flags | os.O_CREAT)
             size_bytes = os.fstat(fd).st_size
             try:
                 if size_bytes < segment_bytes:
@@ -292,7 +348,7 @@ class SegmentFiles:
             except OSError:
                 os.close(fd)
                 if size_bytes == 0:
-                    self._system.unlink(path)
+                    self._unlink(segment)
                 raise
             return self._insert(segment, fd)
 

@@ -10,13 +10,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
 
-from tierstore.backend.inventory import stored_segments
+from tierstore.backend.inventory import foreign_content, stored_segments
 from tierstore.config import SecondaryConfig
 from tierstore.errors import (
     BackendCorruptError,
     BackendError,
+    BackendForeignError,
     CatalogDamagedError,
     CatalogError,
+    ConfigError,
 )
 from tierstore.faults import open_system
 from tierstore.geometry import SpaceGeometry
@@ -24,7 +26,9 @@ from tierstore.key import OffloadKey
 from tierstore.layout import PAGE_BYTES
 from tierstore.lmdb_env import LmdbEnv, Transaction
 from tierstore.manifest import Manifest
+from tierstore.marker import claim
 from tierstore.record import PLACE_BYTES
+from tierstore.remedies import explain
 from tierstore.system import SystemCalls
 from tierstore.tier.budget import GROWTH_PAGES, Budget, CatalogSize, count_live_pages
 from tierstore.tier.catalog_check import check_catalog
@@ -126,6 +130,8 @@ class Catalog:
             except (BackendCorruptError, CatalogDamagedError):
                 # It is noted, so that it starts anew, unless another process has it open.
                 return cls._open(config, manifest, geometry, system)
+        except BackendForeignError as error:
+            raise ConfigError(f"secondary {config.name!r}: {error}") from error
         except BackendError as error:
             raise CatalogError(f"secondary {config.name!r}: {error}") from error
 
@@ -137,8 +143,16 @@ class Catalog:
         geometry: SpaceGeometry,
         system: SystemCalls,
     ) -> Self:
+        try:
+            claim(config.path, system=system).close()
+        except OSError as error:
+            raise BackendError(explain(config.path, error)) from error
         env = LmdbEnv.open(
-            config.path / "catalog", map_bytes=_MAP_BYTES, sealed=True, system=system
+            config.path / "catalog",
+            map_bytes=_MAP_BYTES,
+            sealed=True,
+            tier=config.path,
+            system=system,
         )
         owner_lock: OwnerLock | None = None
         try:
@@ -147,12 +161,14 @@ class Catalog:
             # nobody's. What is in an lmdb tier is bounded by its map, whoever wrote it.
             is_file = config.backend == "file"
             segments = stored_segments(config, geometry) if is_file else {}
+            foreign = foreign_content(config, rank_count=geometry.rank_count)
             with env.write() as txn:
                 is_suspect = env.admission.is_suspect
                 require_version(txn, databases, config, is_suspect=is_suspect)
                 if is_suspect:
                     _verify_rows(txn, databases, geometry)
                 state = enter_state(txn, databases, config, geometry, segments)
+                _refuse(foreign)
                 is_foreign = enter_manifest(txn, databases, config, manifest)
                 owner_lock = enter_owner(txn, databases, config, manifest, state)
                 Space.write_state(txn, databases, state)
@@ -334,6 +350,11 @@ class Catalog:
 
     def _file_pages(self) -> int:
         return self._env.used_bytes() // PAGE_BYTES
+
+
+def _refuse(foreign: str) -> None:
+    if foreign:
+        raise BackendForeignError(foreign)
 
 
 def _verify_rows(txn: Transaction, databases: Databases, geometry: SpaceGeometry) -> None:

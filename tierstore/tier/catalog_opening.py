@@ -2,7 +2,7 @@
 
 import logging
 
-from tierstore.backend.inventory import stored_segments
+from tierstore.backend.inventory import stored_segments, trim_segments
 from tierstore.config import SecondaryConfig
 from tierstore.errors import (
     CatalogDamagedError,
@@ -19,6 +19,7 @@ from tierstore.tier.catalog_schema import (
     CATALOG_VERSION,
     Databases,
     OwnerRow,
+    SegmentRow,
     StateRow,
     segment_key,
 )
@@ -87,7 +88,15 @@ def enter_state(
             "an lmdb tier cannot change; choose another path, or remove the directory"
         )
     release_orphans(txn, databases, state, segments)
+    if config.backend == "file":
+        trim_segments(config, _charged_segments(txn, databases))
     return state
+
+
+def _charged_segments(txn: Transaction, databases: Databases) -> dict[int, tuple[int, int]]:
+    with txn.cursor(db=databases.segments) as cursor:
+        rows = {int.from_bytes(key, "big"): SegmentRow.unpack(value) for key, value in cursor}
+    return {segment: (row.page_count, row.rank_count) for segment, row in rows.items()}
 
 
 def enter_manifest(

@@ -8,6 +8,7 @@ rows in the catalog only while his file is locked or after his death.
 
 import fcntl
 import os
+import re
 import threading
 import time
 import weakref
@@ -16,13 +17,19 @@ from functools import cache
 from pathlib import Path
 from typing import Self
 
-from tierstore.errors import CatalogError
+from tierstore.directory import Directory
+from tierstore.errors import BackendError, CatalogError
+from tierstore.marker import open_below
+from tierstore.remedies import explain
 
 __all__ = ["OwnerLock", "OwnerLocks", "bury_dead", "is_owner_dead"]
 
 _JOIN_ATTEMPTS = 50
 _JOIN_PAUSE_SECONDS = 0.01
 """Somebody who looks whether an owner is dead has his lock for a moment."""
+
+_NAME = re.compile(r"(0|[1-9][0-9]{0,9})\.lock", re.ASCII)
+"""Of an owner's file; ids have 32 bits."""
 
 _held: "weakref.WeakSet[OwnerLock]" = weakref.WeakSet()
 
@@ -47,14 +54,15 @@ class OwnerLock:
         """Create and lock the file, inside a write transaction, lest it be judged too early.
 
         Raises:
+            BackendForeignError: what has its name is somebody else's.
             CatalogError: the directory cannot be written, or the file is locked.
         """
-        path = _lock_path(directory, owner)
+        path = directory / _name_of(owner)
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+            with _open(directory, create=True) as owners:
+                descriptor = owners.open_file(path.name, os.O_CREAT | os.O_RDWR)
         except OSError as error:
-            raise CatalogError(f"{path}: {error}; make the tier's path writable") from error
+            raise CatalogError(explain(path, error)) from error
         try:
             # Nobody else may have it now: ranks of an owner with this id, of a catalog that is no
             # more, would write what is not accounted for.
@@ -71,10 +79,11 @@ class OwnerLock:
     @classmethod
     def join(cls, directory: Path, owner: int) -> Self | None:
         """Lock the file of a live owner, too; None: he is dead, or cannot be joined."""
-        path = _lock_path(directory, owner)
+        path = directory / _name_of(owner)
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
+            with _open(directory) as owners:
+                descriptor = owners.open_file(path.name, os.O_RDWR)
+        except (OSError, BackendError):
             return None
         for _ in range(_JOIN_ATTEMPTS):
             try:
@@ -92,9 +101,10 @@ class OwnerLock:
         """Give up the lock, and remove the file if nobody else holds it; idempotent."""
         if self._descriptor >= 0:
             # Left to the next opener otherwise: a rank may write on.
-            with suppress(OSError):
+            with suppress(OSError, BackendError):
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self._path.unlink(missing_ok=True)
+                with _open(self._path.parent) as owners:
+                    _bury(owners, self._path.name, self._descriptor)
             self.leave_to_parent()
 
     def leave_to_parent(self) -> None:
@@ -121,7 +131,7 @@ class OwnerLocks:
         with self._lock:
             if owner in self._locks:
                 return True
-            if not (self._tier_path / "catalog").exists():
+            if not os.path.lexists(self._tier_path / "catalog"):
                 return True
             lock = OwnerLock.join(self._tier_path / "owners", owner)
             if lock is not None:
@@ -148,17 +158,38 @@ def _leave_all_to_parent() -> None:
 
 def is_owner_dead(directory: Path, owner: int) -> bool:
     """Return whether nobody acts for an owner; his file is removed then, so nobody ever will."""
-    path = _lock_path(directory, owner)
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        with _open(directory) as owners:
+            return _is_dead(owners, _name_of(owner))
     except FileNotFoundError:
         return True
-    except OSError:
+    except (OSError, BackendError):
         return False  # unknown: leave his rows alone
+
+
+def bury_dead(directory: Path) -> None:
+    """Remove the files of dead owners, inside a write transaction."""
+    with suppress(OSError, BackendError), _open(directory) as owners:
+        for name in [entry.name for entry in owners.entries()]:
+            if _NAME.fullmatch(name):
+                _is_dead(owners, name)
+
+
+def _open(directory: Path, *, create: bool = False) -> Directory:
+    return open_below(directory.parent, directory, create=create)
+
+
+def _is_dead(owners: Directory, name: str) -> bool:
+    try:
+        descriptor = owners.open_file(name, os.O_RDWR)
+    except FileNotFoundError:
+        return True  # or something else was there, which nobody can have locked
+    except (OSError, BackendError):
+        return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # While it is locked: who waits to join must find it gone.
-        path.unlink(missing_ok=True)
+        _bury(owners, name, descriptor)
     except OSError:
         return False
     else:
@@ -167,12 +198,12 @@ def is_owner_dead(directory: Path, owner: int) -> bool:
         os.close(descriptor)
 
 
-def bury_dead(directory: Path) -> None:
-    """Remove the files of dead owners, inside a write transaction."""
-    for path in directory.glob("*.lock"):
-        if path.stem.isdecimal():
-            is_owner_dead(directory, int(path.stem))
+def _bury(owners: Directory, name: str, descriptor: int) -> None:
+    """Remove a file, unless its name is another one's by now."""
+    with suppress(FileNotFoundError):
+        if os.path.samestat(owners.status(name), os.fstat(descriptor)):
+            owners.unlink(name)
 
 
-def _lock_path(directory: Path, owner: int) -> Path:
-    return directory / f"{owner}.lock"
+def _name_of(owner: int) -> str:
+    return f"{owner}.lock"
