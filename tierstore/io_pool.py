@@ -11,11 +11,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from tierstore.bounded_log import bounded
 from tierstore.errors import ClosedError
 
 __all__ = ["READS_IN_A_ROW_MAX", "IoPool", "Mailbox", "TaskOrder", "is_pool_thread"]
 
-_logger = logging.getLogger(__name__)
+_logger = bounded(logging.getLogger(__name__))
 
 Item = TypeVar("Item")
 

@@ -19,13 +19,14 @@ from pathlib import Path
 
 from xxhash import xxh3_64, xxh3_64_intdigest
 
+from tierstore.bounded_log import bounded
 from tierstore.errors import BackendError
 from tierstore.lmdb_image import find_damage
 from tierstore.lmdb_lock import LIBRARY_LOCK_NAME, library_lock, opening_lock, regular_file
 
 __all__ = ["Admission", "admit", "distrust", "file_ids", "seal"]
 
-_logger = logging.getLogger(__name__)
+_logger = bounded(logging.getLogger(__name__))
 
 _DATA, _SEAL, _DISTRUST = "data.mdb", "seal.bin", "distrust"
 _SEALED = struct.Struct("<QQ")

@@ -29,6 +29,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
+from tierstore.bounded_log import bounded
 from tierstore.errors import BackendError
 
 __all__ = [
@@ -40,7 +41,7 @@ __all__ = [
     "regular_file",
 ]
 
-_logger = logging.getLogger(__name__)
+_logger = bounded(logging.getLogger(__name__))
 
 LOCK_FILE_BYTES = 16 << 10
 """Bytes of an environment's lock file: 64 per reader, rounded up with room."""

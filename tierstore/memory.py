@@ -8,12 +8,13 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
+from tierstore.bounded_log import bounded
 from tierstore.errors import ClosedError
 from tierstore.layout import PAGE_BYTES, round_up
 
 __all__ = ["HostPool"]
 
-_logger = logging.getLogger(__name__)
+_logger = bounded(logging.getLogger(__name__))
 
 _ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _MAP_HUGETLB = 0x40000  # not in Python's mmap
