@@ -144,8 +144,8 @@ class TierStore:
 
         Raises:
             TypeError: `manifest` is none.
-            ConfigError: the configuration is wrong.
-            MemoryError: the system has not `primary.capacity` bytes of memory to promise.
+            ConfigError: the configuration is wrong, or the system has not `primary.capacity` bytes
+                of memory to promise.
             CatalogError, ManifestError, BackendError: a secondary tier cannot be opened.
         """
         if not isinstance(manifest, Manifest):

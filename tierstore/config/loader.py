@@ -4,11 +4,15 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tierstore.config.model import SecondaryConfig, StoreConfig
+from tierstore.config.problems import problem_at, problems_of
+from tierstore.config.text_file import read_text
 from tierstore.errors import ConfigError
+from tierstore.quoting import escaped, named, quoted
 
 if TYPE_CHECKING:
     from tierstore.config.document import Document
@@ -19,6 +23,7 @@ _SECONDARY_CAPACITY_BYTES_MIN = 8 << 20
 """A smaller tier would hold little more than its catalog."""
 _RESERVED_TIER_NAME = "primary"
 """What logs and metrics call the tier in host memory."""
+_PATH_CHARS_MAX = 1_000
 
 
 def load_config(source: str | os.PathLike[str] | Mapping[str, object]) -> StoreConfig:
@@ -32,19 +37,23 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, object]) -> StoreC
             and what to write instead.
     """
     if isinstance(source, Mapping):
-        return _check(source, Path.cwd())
+        return _check(source, _current_folder(), is_python=True)
     if not isinstance(source, str | os.PathLike):
         raise ConfigError(
             f"expected a mapping or the path of a YAML file, got {type(source).__name__}"
         )
     try:
         path = Path(source).expanduser().absolute()
-    except (RuntimeError, TypeError) as error:  # `~` of nobody, a path of bytes
-        raise ConfigError(f"{source!r}: {error}; give the path of a YAML file") from error
+    except Exception as error:  # `~` of nobody, a path of bytes, no current folder; or any of his
+        raise ConfigError(
+            f"{quoted(source)}: {named(error)}; give the path of a YAML file"
+        ) from error
+    from tierstore.config.yaml_text import parse_yaml
+
     try:
-        return _check(_read(path), path.parent)
+        return _check(parse_yaml(read_text(path)), path.parent, is_python=False)
     except ConfigError as error:
-        raise ConfigError(f"{source}: {error}") from error
+        raise ConfigError(f"{escaped(path, _PATH_CHARS_MAX)}: {error}") from error
 
 
 def emit_json_schema() -> str:
@@ -71,29 +80,38 @@ def _to_yaml(name: str, value: Any) -> tuple[str, Any]:
     if name.endswith("_bytes"):
         return name.removesuffix("_bytes"), f"{value}B"
     if name.endswith("_seconds"):
-        return name.removesuffix("_seconds"), f"{value:f}s"
+        return name.removesuffix("_seconds"), f"{Decimal(repr(value)):f}s"
     return name, str(value) if isinstance(value, Path) else value
 
 
-def _read(path: Path) -> object:
-    from tierstore.config.yaml_text import parse_yaml
-
+def _current_folder() -> Path | None:
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # not there, no text, or a zero byte in the path
-        raise ConfigError(f"cannot be read: {error}") from error
-    return parse_yaml(text)
+        return Path.cwd()
+    except OSError:  # it was removed
+        return None
 
 
-def _check(raw: object, folder: Path) -> StoreConfig:
+def _check(raw: object, folder: Path | None, *, is_python: bool) -> StoreConfig:
     from tierstore.config.document import parse_document
 
-    document = parse_document(raw)
-    config = document.build(folder)
+    document = parse_document(raw, is_python=is_python)
+    if folder is None:
+        _require_whole_paths(document)
+    config = document.build(folder or Path("/"))
     problems = [*_impossible_keys(document), *_impossible_tiers(config.secondary)]
     if problems:
-        raise ConfigError("\n".join(problems))
+        raise problems_of(problems, len(problems))
     return config
+
+
+def _require_whole_paths(document: "Document") -> None:
+    for tier_idx, tier in enumerate(document.secondary):
+        if not Path(tier.path).expanduser().is_absolute():
+            raise problem_at(
+                ("secondary", tier_idx, "path"),
+                f"{quoted(tier.path)} is relative, and the current folder was removed; give a "
+                "whole path",
+            )
 
 
 def _impossible_keys(document: "Document") -> Iterator[str]:
@@ -120,6 +138,7 @@ def _impossible_tiers(tiers: Sequence[SecondaryConfig]) -> Iterator[str]:
             ours, theirs = real_paths[tier_idx], real_paths[earlier_idx]
             if ours.is_relative_to(theirs) or theirs.is_relative_to(ours):
                 yield (
-                    f"{where}.path: {tier.path} and secondary[{earlier_idx}].path "
-                    f"({tiers[earlier_idx].path}) contain each other; give each tier its own folder"
+                    f"{where}.path: {escaped(tier.path)} and secondary[{earlier_idx}].path "
+                    f"({escaped(tiers[earlier_idx].path)}) contain each other; "
+                    "give each tier its own folder"
                 )

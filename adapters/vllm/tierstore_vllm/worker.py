@@ -107,8 +107,6 @@ class WorkerHalf:
             self._open_watch()
         except (LayoutError, DeviceError) as error:
             self._hello = WorkerHello(None, str(error))
-        except MemoryError as error:
-            raise ConfigError(f"primary.capacity: lower it, {error}") from error
         except TierStoreError:
             raise
         except Exception as error:  # the outermost frame below the engine
