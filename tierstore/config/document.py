@@ -67,21 +67,25 @@ def _duration(raw: object, info: ValidationInfo) -> float:
 
 def _path_text(raw: object) -> object:
     text = str(raw) if isinstance(raw, Path) else raw
-    if isinstance(text, str):
-        if "\0" in text:
-            raise ValueError(f"a path has no zero bytes, got {quoted(text)}")
-        if any(unicodedata.category(char) in _UNPRINTED for char in text):
-            raise ValueError(f"a path has no line breaks or control characters: {quoted(text)}")
-        try:
-            whole = Path(text).expanduser()
-        except RuntimeError:
-            raise ValueError(f"{quoted(text)} names an unknown home; give a whole path") from None
-        longest = max((len(os.fsencode(part)) for part in whole.parts), default=0)
-        if longest > _NAME_BYTES_MAX or len(os.fsencode(whole)) > _PATH_BYTES_MAX:
-            raise ValueError(
-                f"expected names of at most {_NAME_BYTES_MAX} bytes, and {_PATH_BYTES_MAX} in all, "
-                f"got {quoted(text)}"
-            )
+    if not isinstance(text, str):
+        return text
+    too_long = (
+        f"expected names of at most {_NAME_BYTES_MAX} bytes, and {_PATH_BYTES_MAX} in all, "
+        f"got {quoted(text)}"
+    )
+    if len(text) > _PATH_BYTES_MAX:
+        raise ValueError(too_long)
+    if "\0" in text:
+        raise ValueError(f"a path has no zero bytes, got {quoted(text)}")
+    if any(unicodedata.category(char) in _UNPRINTED for char in text):
+        raise ValueError(f"a path has no line breaks or control characters: {quoted(text)}")
+    try:
+        whole = Path(text).expanduser()
+    except RuntimeError:
+        raise ValueError(f"{quoted(text)} names an unknown home; give a whole path") from None
+    longest = max((len(os.fsencode(part)) for part in whole.parts), default=0)
+    if longest > _NAME_BYTES_MAX or len(os.fsencode(whole)) > _PATH_BYTES_MAX:
+        raise ValueError(too_long)
     return text
 
 
@@ -299,6 +303,8 @@ def _describe(detail: ErrorDetails) -> str:
             text = f"expected a mapping, got {quoted(got)}"
         case "literal_error":
             text = f"expected {context['expected']}, got {quoted(got)}"
+        case "too_long":
+            text = f"expected at most {context['max_length']} items, got {context['actual_length']}"
         case "value_error":
             text = str(context["error"])
         case _:

@@ -44,16 +44,16 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, object]) -> StoreC
         )
     try:
         path = Path(source).expanduser().absolute()
-    except Exception as error:  # `~` of nobody, a path of bytes, no current folder; or any of his
+    except Exception as error:  # noqa: BLE001 - no home, no current folder, or the caller's class
         raise ConfigError(
             f"{quoted(source)}: {named(error)}; give the path of a YAML file"
-        ) from error
+        ) from None
     from tierstore.config.yaml_text import parse_yaml
 
     try:
         return _check(parse_yaml(read_text(path)), path.parent, is_python=False)
     except ConfigError as error:
-        raise ConfigError(f"{escaped(path, _PATH_CHARS_MAX)}: {error}") from error
+        raise ConfigError(f"{escaped(path, _PATH_CHARS_MAX)}: {error}") from None
 
 
 def emit_json_schema() -> str:

@@ -36,8 +36,8 @@ def plain_document(source: Mapping[object, object]) -> dict[str, object]:
         return _Reader().mapping(source, ())
     except ConfigError:
         raise
-    except Exception as error:  # the caller's own classes may raise anything
-        raise ConfigError(f"the mapping cannot be read: {named(error)}") from error
+    except Exception as error:  # noqa: BLE001 - the caller's own classes may raise anything
+        raise ConfigError(f"the mapping cannot be read: {named(error)}") from None
 
 
 class _Reader:

@@ -29,7 +29,9 @@ def read_text(path: Path) -> str:
                 raise ConfigError("cannot be read: it is no regular file")
             content = file.read(TEXT_BYTES_MAX + 1)
     except (OSError, ValueError) as error:  # not there, or a zero byte in the path
-        raise ConfigError(f"cannot be read: {escaped(error)}") from error
+        raise ConfigError(
+            f"cannot be read: {escaped(error)}"
+        ) from None  # which names all of the path
     if len(content) > TEXT_BYTES_MAX:
         raise ConfigError(f"cannot be read: expected at most {TEXT_BYTES_MAX} bytes")
     if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
