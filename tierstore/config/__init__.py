@@ -5,7 +5,7 @@ missing units and impossible pairs with a `ConfigError` that names the path of t
 nearest valid name.
 """
 
-from tierstore.config.loader import emit_json_schema, load_config, to_mapping
+from tierstore.config.loader import check_config, emit_json_schema, load_config, to_mapping
 from tierstore.config.model import (
     Cascade,
     GpuConfig,
@@ -26,6 +26,7 @@ __all__ = [
     "PrimaryConfig",
     "SecondaryConfig",
     "StoreConfig",
+    "check_config",
     "emit_json_schema",
     "load_config",
     "to_mapping",

@@ -17,7 +17,7 @@ from tierstore.quoting import escaped, named, quoted
 if TYPE_CHECKING:
     from tierstore.config.document import Document
 
-__all__ = ["emit_json_schema", "load_config", "to_mapping"]
+__all__ = ["check_config", "emit_json_schema", "load_config", "to_mapping"]
 
 _SECONDARY_CAPACITY_BYTES_MIN = 8 << 20
 """A smaller tier would hold little more than its catalog."""
@@ -56,6 +56,19 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, object]) -> StoreC
         raise ConfigError(f"{escaped(path, _PATH_CHARS_MAX)}: {error}") from None
 
 
+def check_config(config: StoreConfig) -> StoreConfig:
+    """Return a configuration that a program has put together, as `load_config` would read it.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    try:
+        mapping = to_mapping(config)
+    except Exception as error:  # noqa: BLE001 - a field of a wrong type, of the caller's own class
+        raise ConfigError(f"the configuration cannot be read: {named(error)}") from None
+    return load_config(mapping)
+
+
 def emit_json_schema() -> str:
     """Return the JSON Schema of a configuration file, for editors."""
     from tierstore.config.document import json_schema
@@ -65,22 +78,35 @@ def emit_json_schema() -> str:
 
 def to_mapping(config: StoreConfig) -> dict[str, Any]:
     """Return the mapping that `load_config` reads as `config`."""
-    mapping: dict[str, Any] = _to_yaml("", dataclasses.asdict(config))[1]
+    mapping = _keys_of(config)
     for tier in mapping["secondary"]:
         if tier["backend"] == "lmdb":
             del tier["io"]["mode"]
     return mapping
 
 
-def _to_yaml(name: str, value: Any) -> tuple[str, Any]:
-    if isinstance(value, dict):
-        return name, dict(_to_yaml(*item) for item in value.items() if item[1] is not None)
-    if isinstance(value, tuple):
-        return name, [_to_yaml("", item)[1] for item in value]
+def _keys_of(record: Any) -> dict[str, Any]:
+    """Return the keys of a section's fields, but for those whose default is None and that are."""
+    values = [(field, getattr(record, field.name)) for field in dataclasses.fields(record)]
+    return dict(
+        _key_of(field.name, value)
+        for field, value in values
+        if value is not None or field.default is not None
+    )
+
+
+def _key_of(name: str, value: Any) -> tuple[str, Any]:
+    if dataclasses.is_dataclass(value):
+        return name, _keys_of(value)
+    if isinstance(value, tuple | list):
+        return name, [_key_of("", item)[1] for item in value]
+    # What is no number is left as it is, for `load_config` to refuse.
     if name.endswith("_bytes"):
-        return name.removesuffix("_bytes"), f"{value}B"
+        return name.removesuffix("_bytes"), f"{value}B" if type(value) is int else value
     if name.endswith("_seconds"):
-        return name.removesuffix("_seconds"), f"{Decimal(repr(value)):f}s"
+        is_number = type(value) in (int, float)
+        text = f"{Decimal(repr(value)):f}s" if is_number else value
+        return name.removesuffix("_seconds"), text
     return name, str(value) if isinstance(value, Path) else value
 
 
