@@ -16,8 +16,7 @@ import numpy as np
 
 from tierstore.arrays import Rows, adjacent_runs, byte_rows, one_group, slot_rows
 from tierstore.backend.opening import BackendOpener, backend_opener
-from tierstore.config import StoreConfig, check_config, load_config
-from tierstore.errors import ConfigError
+from tierstore.config import StoreConfig
 from tierstore.executor import TransferExecutor
 from tierstore.faults import SystemOpener, open_system
 from tierstore.key import OffloadKey, require_keys
@@ -25,7 +24,7 @@ from tierstore.manifest import Manifest
 from tierstore.metrics import Counters
 from tierstore.plane_loop import PendingLoad
 from tierstore.planes import Patience, Planes
-from tierstore.quoting import escaped, quoted
+from tierstore.store_input import no_memory, require_arguments, require_config
 from tierstore.tier.catalog import SecondaryStats
 from tierstore.tier.opening import open_stack
 from tierstore.tier.reservation import ChunkState, OffloadReservation
@@ -81,21 +80,9 @@ def _alone(
         try:
             return self._planes.run(partial(method, self, *args, **kwargs))
         except MemoryError as error:
-            raise _no_memory(error) from error
+            raise no_memory(error) from error
 
     return call
-
-
-def _no_memory(error: MemoryError) -> ConfigError:
-    return ConfigError(
-        f"primary.capacity: the system has no memory left ({escaped(error) or 'MemoryError'}); "
-        "lower it, or raise what limits the process (ulimit -v, the container)"
-    )
-
-
-def _require_function(name: str, value: object) -> None:
-    if not callable(value):
-        raise TypeError(f"{name}: expected a function, got {quoted(value)}")
 
 
 class TierStore:
@@ -167,25 +154,20 @@ class TierStore:
                 of memory to promise.
             CatalogError, ManifestError, BackendError: a secondary tier cannot be opened.
         """
-        if not isinstance(manifest, Manifest):
-            raise TypeError(f"manifest: expected a Manifest, got {quoted(manifest)}")
-        if patience is not None and not isinstance(patience, Patience):
-            raise TypeError(f"patience: expected a Patience, got {quoted(patience)}")
-        if open_backend is not None:
-            _require_function("open_backend", open_backend)
-        _require_function("open_system", open_system)
-        checked = check_config(config) if isinstance(config, StoreConfig) else load_config(config)
+        opener = open_backend if open_backend is not None else backend_opener(open_system)
+        require_arguments(manifest, patience, open_backend=opener, open_system=open_system)
+        checked = require_config(config)
         try:
-            return cls._open(checked, manifest, open_backend, open_system, patience)
+            return cls._open(checked, manifest, opener, open_system, patience)
         except MemoryError as error:
-            raise _no_memory(error) from error
+            raise no_memory(error) from error
 
     @classmethod
     def _open(
         cls,
         config: StoreConfig,
         manifest: Manifest,
-        open_backend: BackendOpener | None,
+        open_backend: BackendOpener,
         open_system: SystemOpener,
         patience: Patience | None,
     ) -> Self:
@@ -201,7 +183,7 @@ class TierStore:
                 rank_count=1,
                 caches=None,
                 counters=counters,
-                open_backend=open_backend or backend_opener(open_system),
+                open_backend=open_backend,
             )
         except BaseException:
             stack.close()

@@ -196,6 +196,7 @@ QUANTITIES = {
     "path with a long name": (tier(path="/" + "a" * 256), "at most 255 bytes"),
     "path with a long name of few letters": (tier(path="/" + "\u20ac" * 86), "at most 255 bytes"),
     "long path": (tier(path="/a" * 2_000), "3500 in all"),
+    "deep path": (tier(path="/a" * 101), "at most 100 folders"),
     "endless path": (tier(path="/a" * 2_000_000), "3500 in all"),
     "path with a surrogate": (tier(path="/a\udc80"), "no valid Unicode"),
     "long name": (tier(name="a" * 3_000_000), "(3,000,000 characters)"),

@@ -23,6 +23,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from tierstore.config.model import (
+    WRITE_QUEUE_BYTES_MAX,
     GpuConfig,
     IoConfig,
     OffloadConfig,
@@ -86,6 +87,8 @@ def _path_text(raw: object) -> object:
     longest = max((len(os.fsencode(part)) for part in whole.parts), default=0)
     if longest > _NAME_BYTES_MAX or len(os.fsencode(whole)) > _PATH_BYTES_MAX:
         raise ValueError(too_long)
+    if len(whole.parts) > _NAME_COUNT_MAX:
+        raise ValueError(f"expected at most {_NAME_COUNT_MAX} folders, got {quoted(text)}")
     return text
 
 
@@ -98,6 +101,7 @@ def _version(raw: object) -> object:
 
 _UNPRINTED = ("Cc", "Zl", "Zp")
 _NAME_BYTES_MAX = 255
+_NAME_COUNT_MAX = 100
 _PATH_BYTES_MAX = 3_500
 """The kernel takes 4,096; a tier has names of its own below its path."""
 _WORD_CHARS_MAX = 60
@@ -150,7 +154,7 @@ class IoSection(_Section):
     deadline: Duration = Field(default=2.0, json_schema_extra={"default": "2s"})
     """A load that takes longer fails and is recomputed; `1ms` to `60min`."""
     write_queue: PositiveSize = Field(
-        default=256 << 20, le=1 << 40, json_schema_extra={"default": "256MiB"}
+        default=256 << 20, le=WRITE_QUEUE_BYTES_MAX, json_schema_extra={"default": "256MiB"}
     )
     """Write-behind limit: what would wait beyond it is dropped and counted."""
     durable: bool = False
