@@ -1,4 +1,4 @@
-"""What an embedded caller hands to `TierStore.open`, checked, and what a call without memory says."""
+"""What an embedded caller hands to `TierStore.open`, checked; what a call without memory says."""
 
 from collections.abc import Mapping
 from pathlib import Path
