@@ -18,6 +18,7 @@ from tierstore.transfer import FailureReason
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     ROOT / "BENCHMARKS.md",
+    ROOT / "SECURITY.md",
     ROOT / "adapters" / "vllm" / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
 ]

@@ -82,3 +82,17 @@ def test_the_folder_of_the_adapter_is_no_package() -> None:
 
 def test_both_packages_ship_their_types() -> None:
     assert all((package / "py.typed").is_file() for package in PACKAGES)
+
+
+@pytest.mark.parametrize("path", PACKAGE_FILES, ids=name_of)
+def test_what_is_logged_is_bounded_and_its_first_word_is_ours(path: Path) -> None:
+    """Requests and files choose values; `bounded_log` cuts and escapes them, but no format."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            value = ast.unparse(node.value)
+            if "getLogger" in value:
+                assert value == "bounded(logging.getLogger(__name__))"
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("_logger."):
+            text = node.args[0]
+            assert isinstance(text, ast.Constant)
+            assert "%r" not in text.value, "a bounded value is text already"

@@ -6,8 +6,10 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from tierstore.errors import TierStoreError
 from tierstore.key import OffloadKey, get_offload_group_idx
 from tierstore.layout import PAGE_BYTES, GroupKind, GroupSpec
+from tierstore.quoting import escaped, named, quoted
 from tierstore.transfer import IntArray
 
 __all__ = ["ByteArray", "Rows", "adjacent_runs", "byte_rows", "one_group", "slot_rows"]
@@ -40,7 +42,7 @@ def one_group(keys: Sequence[OffloadKey], specs: Sequence[GroupSpec]) -> int:
     """
     group_indices = set(map(get_offload_group_idx, keys)) or {0}
     if len(group_indices) > 1:
-        raise ValueError(f"keys: expected one group per call, got {sorted(group_indices)}")
+        raise ValueError(f"keys: expected one group per call, got {quoted(sorted(group_indices))}")
     (group_idx,) = group_indices
     if group_idx >= len(specs) or specs[group_idx].kind is GroupKind.UNCACHED:
         raise ValueError(f"keys: group {group_idx} is not cached by this manifest")
@@ -55,34 +57,45 @@ def byte_rows(array: object, count: int, chunk_bytes: int, *, writable: bool = F
         ValueError: a wrong shape, not contiguous, or not writable.
     """
     name = "out" if writable else "array"
-    if isinstance(array, (list, tuple)):
-        if len(array) != count:
-            raise ValueError(f"{name}: expected {count} buffers, one per key, got {len(array)}")
-        rows: Rows = [_row(buffer, f"{name}[{i}]", chunk_bytes) for i, buffer in enumerate(array)]
-    else:
-        rows = _matrix(array, name, count, chunk_bytes)
+    try:
+        if issubclass(type(array), (list, tuple)):
+            rows: Rows = _rows(list(array), name, count, chunk_bytes)  # type: ignore[call-overload]
+        else:
+            rows = _matrix(array, name, count, chunk_bytes)
+    except (TypeError, ValueError, TierStoreError):
+        raise
+    except Exception as error:  # whatever the caller's own classes raise
+        raise TypeError(f"{name}: cannot be viewed as an array: {named(error)}") from error
     if writable and not all(row.flags.writeable for row in rows):
         raise ValueError(f"{name}: is read-only, and the chunks are written into it")
     return rows
 
 
+def _rows(buffers: list[object], name: str, count: int, chunk_bytes: int) -> list[ByteArray]:
+    if len(buffers) != count:
+        raise ValueError(f"{name}: expected {count} buffers, one per key, got {len(buffers)}")
+    return [_row(buffer, f"{name}[{i}]", chunk_bytes) for i, buffer in enumerate(buffers)]
+
+
 def _matrix(array: object, name: str, count: int, chunk_bytes: int) -> ByteArray:
     array = _untensored(array, name)
+    if issubclass(type(array), np.ndarray):
+        array = np.asarray(array)  # a class of the caller's may say anything of its shape
     if not isinstance(array, np.ndarray) or array.dtype.hasobject:
         kind = f"one of {array.dtype}" if isinstance(array, np.ndarray) else type(array).__name__
         raise TypeError(
             f"{name}: expected a numpy array of bytes, a CPU torch tensor or a list of buffers, "
-            f"got {kind}"
+            f"got {escaped(kind)}"
         )
     size_bytes = array.shape[1] * array.itemsize if array.ndim == 2 else -1  # noqa: PLR2004
     if (len(array) if array.ndim else 0, size_bytes) != (count, chunk_bytes):
         raise ValueError(
             f"{name}: expected shape ({count}, {chunk_bytes}), a row of bytes per key, got "
-            f"{array.shape} of {array.dtype}"
+            f"{quoted(array.shape)} of {escaped(array.dtype)}"
         )
     if not array.flags.c_contiguous:
         raise ValueError(f"{name}: is not C-contiguous; give np.ascontiguousarray({name})")
-    return np.asarray(array).view(np.uint8)
+    return array.view(np.uint8)
 
 
 def _row(buffer: object, name: str, chunk_bytes: int) -> ByteArray:
@@ -91,11 +104,11 @@ def _row(buffer: object, name: str, chunk_bytes: int) -> ByteArray:
         view = memoryview(buffer)  # type: ignore[arg-type]
         is_usable = view.c_contiguous and "O" not in view.format
     except (TypeError, ValueError) as error:
-        raise TypeError(f"{name}: expected a buffer of bytes: {error}") from error
+        raise TypeError(f"{name}: expected a buffer of bytes: {escaped(error)}") from error
     if not is_usable or view.nbytes != chunk_bytes:
         raise ValueError(
             f"{name}: expected {chunk_bytes} adjacent bytes, got {view.nbytes} of format "
-            f"{view.format!r}" + ("" if view.c_contiguous else ", not contiguous")
+            f"{quoted(view.format)}" + ("" if view.c_contiguous else ", not contiguous")
         )
     return np.frombuffer(view, np.uint8)
 
@@ -108,6 +121,6 @@ def _untensored(array: object, name: str) -> object:
         return array.numpy()
     except (TypeError, RuntimeError) as error:
         raise TypeError(
-            f"{name}: numpy cannot view this tensor ({error}); give one that is dense and on the "
-            "CPU, of bytes: tensor.detach().view(torch.uint8)"
+            f"{name}: numpy cannot view this tensor ({escaped(error)}); give one that is dense and "
+            "on the CPU, of bytes: tensor.detach().view(torch.uint8)"
         ) from error

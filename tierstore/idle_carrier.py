@@ -8,13 +8,14 @@ import logging
 import threading
 from collections.abc import Callable
 
+from tierstore.bounded_log import bounded
 from tierstore.gate import Gate
 from tierstore.io_pool import Mailbox
 from tierstore.plane_loop import PlaneLoop
 
 __all__ = ["IdleCarrier"]
 
-_logger = logging.getLogger(__name__)
+_logger = bounded(logging.getLogger(__name__))
 
 _POLL_SECONDS_MIN = 0.005
 _POLL_SECONDS_MAX = 0.1

@@ -11,11 +11,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from tierstore.errors import ClosedError
+from tierstore.bounded_log import bounded
+from tierstore.errors import ClosedError, ConfigError
+from tierstore.quoting import escaped
 
 __all__ = ["READS_IN_A_ROW_MAX", "IoPool", "Mailbox", "TaskOrder", "is_pool_thread"]
 
-_logger = logging.getLogger(__name__)
+_logger = bounded(logging.getLogger(__name__))
 
 Item = TypeVar("Item")
 
@@ -61,6 +63,16 @@ def is_pool_thread() -> bool:
     return getattr(_this_thread, "is_pooled", False)
 
 
+def _start(thread: threading.Thread) -> None:
+    try:
+        thread.start()
+    except (RuntimeError, MemoryError) as error:
+        raise ConfigError(
+            f"io.threads: the system starts no thread '{thread.name}' ({escaped(error)}); lower "
+            "io.threads, or raise what limits the process (ulimit -u, ulimit -v, the container)"
+        ) from error
+
+
 class IoPool:
     """A few threads that run blocking I/O in the order of `TaskOrder`.
 
@@ -80,11 +92,20 @@ class IoPool:
         self._threads: list[threading.Thread] = []
 
     def open(self) -> None:
-        """Start the threads."""
-        for number in range(self._thread_count):
-            thread = threading.Thread(target=self._run, name=f"{self._name}-{number}", daemon=True)
-            thread.start()
-            self._threads.append(thread)
+        """Start the threads, all or none.
+
+        Raises:
+            ConfigError: the system starts no more.
+        """
+        try:
+            for number in range(self._thread_count):
+                name = f"{self._name}-{number}"
+                thread = threading.Thread(target=self._run, name=name, daemon=True)
+                _start(thread)
+                self._threads.append(thread)
+        except BaseException:
+            self.close(0.0)
+            raise
 
     def submit_read(self, task: Callable[[], object]) -> None:
         """Queue a read. `task` reports its own outcome and must not raise."""
@@ -137,8 +158,12 @@ class Mailbox(Generic[Item]):
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def open(self) -> None:
-        """Start the thread."""
-        self._thread.start()
+        """Start the thread.
+
+        Raises:
+            ConfigError: the system starts no more.
+        """
+        _start(self._thread)
 
     def put(self, item: Item) -> None:
         """Queue one item; never blocks.

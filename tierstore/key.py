@@ -5,8 +5,12 @@
 A key is plain `bytes`: hashable, ordered, storable, and invisible to the garbage collector.
 """
 
+import operator
 from collections.abc import Iterable, Sequence
-from typing import NewType
+from typing import Any, NewType
+
+from tierstore.errors import TierStoreError
+from tierstore.quoting import escaped, named, quoted
 
 __all__ = [
     "BLOCK_HASH_BYTES_MAX",
@@ -59,15 +63,15 @@ def make_offload_keys(
     if not isinstance(namespace, bytes) or len(namespace) != NAMESPACE_BYTES:
         raise ValueError(
             f"namespace: expected the {NAMESPACE_BYTES} bytes of manifest.namespace, "
-            f"got {namespace!r}"
+            f"got {quoted(namespace)}"
         )
-    if not isinstance(group_idx, int) or not 0 <= group_idx < _GROUP_COUNT_MAX:
-        raise ValueError(f"group_idx: expected an index such as 0, got {group_idx!r}")
-    prefix = namespace + group_idx.to_bytes(4, "big")
+    prefix = namespace + _require_index(group_idx).to_bytes(4, "big")
     try:
         keys = list(map(prefix.__add__, block_hashes))
-    except TypeError as error:
-        raise TypeError(f"block_hashes: expected bytes objects, one per chunk: {error}") from error
+    except Exception as error:  # no bytes, or whatever the caller's own classes raise
+        raise TypeError(
+            f"block_hashes: expected bytes objects, one per chunk: {named(error)}"
+        ) from error
     if keys:
         lengths = set(map(len, keys))
         shortest, longest = min(lengths) - _PREFIX_BYTES, max(lengths) - _PREFIX_BYTES
@@ -93,22 +97,42 @@ def require_keys(keys: object, namespace: Namespace) -> list[OffloadKey]:
             "keys: expected a list of keys, as make_offload_keys returns it, "
             f"got {type(keys).__name__}"
         )
-    keys = list(keys)
+    keys = _listed(keys)
     for i, key in enumerate(keys):
         if type(key) is not bytes:
-            if not isinstance(key, bytes):
+            if not issubclass(type(key), bytes):  # `isinstance` would ask the key
                 raise TypeError(
-                    f"keys: expected bytes, as make_offload_keys returns them, got {key!r}"
+                    f"keys: expected bytes, as make_offload_keys returns them, got {quoted(key)}"
                 )
             # A class of its own could run its code at each comparison, amid a change of the tiers.
             keys[i] = key = b"".join([key])  # noqa: PLW2901
         if not key.startswith(namespace):
             raise ValueError(
-                f"keys: {key.hex()} is of another namespace; build keys with "
-                f"make_offload_keys(manifest.namespace, ...), here {namespace.hex()}"
+                f"keys: {escaped(key[: KEY_BYTES_MAX + 1].hex())} is of another namespace; build "
+                f"keys with make_offload_keys(manifest.namespace, ...), here {namespace.hex()}"
             )
         _require_length(OffloadKey(key))
     return keys
+
+
+def _listed(keys: Sequence[Any]) -> list[Any]:
+    try:
+        return list(keys)
+    except TierStoreError:
+        raise  # a call within the call
+    except Exception as error:  # whatever the caller's own class raises
+        raise TypeError(f"keys: cannot be read: {named(error)}; give a list") from error
+
+
+def _require_index(group_idx: object) -> int:
+    try:
+        # Of numpy's integers, too; a boolean is none.
+        index = -1 if isinstance(group_idx, bool) else operator.index(group_idx)  # type: ignore[arg-type]
+    except Exception:  # noqa: BLE001 - no integer, or whatever the caller's own class raises
+        index = -1
+    if not 0 <= index < _GROUP_COUNT_MAX:
+        raise ValueError(f"group_idx: expected an index such as 0, got {quoted(group_idx)}")
+    return index
 
 
 def get_offload_namespace(key: OffloadKey) -> Namespace:
@@ -145,5 +169,5 @@ def _require_length(key: OffloadKey) -> None:
     if not isinstance(key, bytes) or not _KEY_BYTES_MIN <= len(key) <= KEY_BYTES_MAX:
         raise ValueError(
             f"key: expected {_KEY_BYTES_MIN} to {KEY_BYTES_MAX} bytes, as make_offload_keys "
-            f"returns them, got {key!r}"
+            f"returns them, got {quoted(key)}"
         )

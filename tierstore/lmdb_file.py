@@ -20,6 +20,7 @@ from pathlib import Path
 
 from xxhash import xxh3_64, xxh3_64_intdigest
 
+from tierstore.bounded_log import bounded
 from tierstore.directory import Directory
 from tierstore.errors import BackendError
 from tierstore.lmdb_image import find_damage, image_bytes
@@ -27,7 +28,7 @@ from tierstore.lmdb_lock import LIBRARY_LOCK_NAME, library_lock, opening_lock
 
 __all__ = ["DATA_NAME", "Admission", "admit", "distrust", "file_ids", "seal", "start_anew"]
 
-_logger = logging.getLogger(__name__)
+_logger = bounded(logging.getLogger(__name__))
 
 DATA_NAME = "data.mdb"
 _SEAL, _DISTRUST = "seal.bin", "distrust"

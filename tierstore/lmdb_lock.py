@@ -31,6 +31,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 
+from tierstore.bounded_log import bounded
 from tierstore.directory import Directory
 from tierstore.errors import BackendError
 
@@ -42,7 +43,7 @@ __all__ = [
     "opening_lock",
 ]
 
-_logger = logging.getLogger(__name__)
+_logger = bounded(logging.getLogger(__name__))
 
 LOCK_FILE_BYTES = 16 << 10
 """Bytes of an environment's lock file: 64 per reader, rounded up with room."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Self
 
 import xxhash
@@ -14,6 +15,7 @@ import xxhash
 from tierstore.errors import ManifestError
 from tierstore.key import Namespace
 from tierstore.layout import ChunkOrder, GroupKind, GroupSpec
+from tierstore.quoting import escaped, quoted
 
 __all__ = ["FORMAT_VERSION", "GroupManifest", "Manifest", "namespace_of"]
 
@@ -22,6 +24,10 @@ FORMAT_VERSION = 1
 
 _CHUNK_BYTES_MAX = (1 << 32) - 1
 """A record's header has 32 bits for it."""
+
+_JSON_BYTES_MAX = 1 << 20
+"""Of a manifest in full, which is stored; some hundred layers take 50 KiB."""
+_DIFFERENCES_MAX = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,27 +75,48 @@ class Manifest:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type is str and not isinstance(value, str):
-                raise ManifestError(f"{field.name}: expected a string, got {value!r}")
-        if not isinstance(self.extra, tuple) or not all(map(_is_fact, self.extra)):
-            raise ManifestError(f"extra: expected pairs of strings, got {self.extra!r}")
-        if not self.groups:
-            raise ManifestError("groups: expected at least one group")
+                raise ManifestError(f"{field.name}: expected a string, got {quoted(value)}")
+        are_facts = type(self.extra) is tuple and all(
+            type(pair) is tuple and _is_fact(pair) for pair in self.extra
+        )
+        if not are_facts:
+            raise ManifestError(f"extra: expected pairs of strings, got {quoted(self.extra)}")
+        if not isinstance(self.chunk_order, ChunkOrder):
+            raise ManifestError(
+                f"chunk_order: expected a ChunkOrder, got {quoted(self.chunk_order)}"
+            )
+        if type(self.format_version) is not int:
+            raise ManifestError(
+                f"format_version: expected an int, got {quoted(self.format_version)}"
+            )
+        if type(self.groups) is not tuple or not self.groups:
+            raise ManifestError(
+                f"groups: expected a tuple of at least one group, got {quoted(self.groups)}"
+            )
         for group_idx, group in enumerate(self.groups):
             _check_group(f"groups[{group_idx}]", group)
-            sizes = (self.blocks_per_chunk, *group.page_bytes)
-            if not all(type(size) is int and size > 0 for size in sizes):
-                raise ManifestError(
-                    f"groups[{group_idx}]: expected positive sizes as int, got blocks_per_chunk "
-                    f"{self.blocks_per_chunk!r} and page_bytes {group.page_bytes!r}"
-                )
-            chunk_bytes = self.chunk_bytes(group_idx)
-            if chunk_bytes > _CHUNK_BYTES_MAX or (
-                not chunk_bytes and group.kind is not GroupKind.UNCACHED
-            ):
-                raise ManifestError(
-                    f"groups[{group_idx}]: expected chunks of 1 to {_CHUNK_BYTES_MAX} bytes, got "
-                    f"{chunk_bytes}; change blocks_per_chunk"
-                )
+            self._check_chunks(group_idx, group)
+        size_bytes = len(self.canonical_json)
+        if size_bytes > _JSON_BYTES_MAX:
+            raise ManifestError(
+                f"expected at most {_JSON_BYTES_MAX} bytes of facts in all, got {size_bytes}"
+            )
+
+    def _check_chunks(self, group_idx: int, group: GroupManifest) -> None:
+        sizes = (self.blocks_per_chunk, *group.page_bytes)
+        if not all(type(size) is int and size > 0 for size in sizes):
+            raise ManifestError(
+                f"groups[{group_idx}]: expected positive sizes as int, got blocks_per_chunk "
+                f"{quoted(self.blocks_per_chunk)} and page_bytes {quoted(group.page_bytes)}"
+            )
+        chunk_bytes = self.chunk_bytes(group_idx)
+        if chunk_bytes > _CHUNK_BYTES_MAX or (
+            not chunk_bytes and group.kind is not GroupKind.UNCACHED
+        ):
+            raise ManifestError(
+                f"groups[{group_idx}]: expected chunks of 1 to {_CHUNK_BYTES_MAX} bytes, got "
+                f"{quoted(chunk_bytes)}; change blocks_per_chunk"
+            )
 
     @classmethod
     def simple(cls, model: str, chunk_bytes: int) -> Self:
@@ -100,8 +127,10 @@ class Manifest:
         """
         try:
             chunk_bytes = operator.index(chunk_bytes)  # numpy's integers are no part of JSON
-        except TypeError as error:
-            raise ManifestError(f"chunk_bytes: expected an int, got {chunk_bytes!r}") from error
+        except Exception as error:  # no integer, or whatever the caller's own class raises
+            raise ManifestError(
+                f"chunk_bytes: expected an int, got {quoted(chunk_bytes)}"
+            ) from error
         group = GroupManifest(
             kind=GroupKind.FULL,
             tokens_per_block=1,
@@ -190,8 +219,8 @@ class Manifest:
             return {}
         try:
             theirs = _flat(json.loads(stored_json))
-        except ValueError as error:
-            raise ManifestError(f"stored manifest is not JSON: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise ManifestError(f"stored manifest is not JSON: {escaped(error)}") from error
         ours = _flat(json.loads(self.canonical_json))
         names = sorted(name for name in ours | theirs if ours.get(name) != theirs.get(name))
         return {name: (theirs.get(name), ours.get(name)) for name in names}
@@ -199,7 +228,7 @@ class Manifest:
 
 def _is_fact(pair: object) -> bool:
     return (
-        isinstance(pair, tuple)
+        isinstance(pair, tuple | list)
         and len(pair) == 2  # noqa: PLR2004 - a name and a value
         and all(isinstance(part, str) for part in pair)
     )
@@ -207,17 +236,28 @@ def _is_fact(pair: object) -> bool:
 
 def _check_group(where: str, group: GroupManifest) -> None:
     """Refuse what the types of a group's fields forbid: callers of the full form may err."""
+    if type(group) is not GroupManifest:
+        raise ManifestError(f"{where}: expected a GroupManifest, got {quoted(group)}")
     names, tokens, window = group.layer_names, group.tokens_per_block, group.window_tokens
     if not isinstance(group.kind, GroupKind):
-        raise ManifestError(f"{where}.kind: expected a GroupKind, got {group.kind!r}")
+        raise ManifestError(f"{where}.kind: expected a GroupKind, got {quoted(group.kind)}")
     if type(tokens) is not int or tokens <= 0:
-        raise ManifestError(f"{where}.tokens_per_block: expected a positive int, got {tokens!r}")
-    if type(window) is not int or window < 0:
-        raise ManifestError(f"{where}.window_tokens: expected an int from 0 up, got {window!r}")
-    if len(names) != len(group.page_bytes) or not all(isinstance(name, str) for name in names):
         raise ManifestError(
-            f"{where}.layer_names: expected a name per page, got {names!r} and page_bytes "
-            f"{group.page_bytes!r}"
+            f"{where}.tokens_per_block: expected a positive int, got {quoted(tokens)}"
+        )
+    if type(window) is not int or window < 0:
+        raise ManifestError(
+            f"{where}.window_tokens: expected an int from 0 up, got {quoted(window)}"
+        )
+    is_tuples = type(names) is tuple and type(group.page_bytes) is tuple
+    if (
+        not is_tuples
+        or len(names) != len(group.page_bytes)
+        or not all(isinstance(name, str) for name in names)
+    ):
+        raise ManifestError(
+            f"{where}.layer_names: expected a name per page, in tuples, got {quoted(names)} and "
+            f"page_bytes {quoted(group.page_bytes)}"
         )
 
 
@@ -227,10 +267,14 @@ def namespace_of(canonical_json: bytes) -> Namespace:
 
 
 def _in_words(differing: Mapping[str, tuple[object, object]]) -> str | None:
-    return (
-        "; ".join(f"{name}: stored {old!r}, ours {new!r}" for name, (old, new) in differing.items())
-        or None
-    )
+    # What is stored may have been written by anybody.
+    shown = [
+        f"{escaped(name, 60)}: stored {quoted(old)}, ours {quoted(new)}"
+        for name, (old, new) in islice(differing.items(), _DIFFERENCES_MAX)
+    ]
+    if len(differing) > _DIFFERENCES_MAX:
+        shown.append(f"and {len(differing) - _DIFFERENCES_MAX:,} more")
+    return "; ".join(shown) or None
 
 
 def _flat(facts: object) -> dict[str, object]:
@@ -240,9 +284,7 @@ def _flat(facts: object) -> dict[str, object]:
         ManifestError: it is no object.
     """
     if not isinstance(facts, dict):
-        raise ManifestError(f"stored manifest is not an object: {facts!r}")
+        raise ManifestError(f"stored manifest is not an object: {quoted(facts)}")
     extra = facts.pop("extra", ())
-    pairs = [
-        pair for pair in extra if isinstance(pair, list) and len(pair) == len(("name", "value"))
-    ]
+    pairs = [pair for pair in extra if _is_fact(pair)] if isinstance(extra, list) else []
     return facts | {f"extra.{name}": value for name, value in pairs}

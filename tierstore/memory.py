@@ -8,12 +8,13 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.errors import ClosedError
+from tierstore.bounded_log import bounded
+from tierstore.errors import ClosedError, ConfigError
 from tierstore.layout import PAGE_BYTES, round_up
 
 __all__ = ["HostPool"]
 
-_logger = logging.getLogger(__name__)
+_logger = bounded(logging.getLogger(__name__))
 
 _ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _MAP_HUGETLB = 0x40000  # not in Python's mmap
@@ -36,7 +37,7 @@ class HostPool:
 
         Raises:
             ValueError: `size_bytes` is not positive.
-            MemoryError: the system has not that much address space or memory to promise.
+            ConfigError: the system has not that much address space or memory to promise.
         """
         if size_bytes <= 0:
             raise ValueError(f"size_bytes: expected a positive size, got {size_bytes}")
@@ -45,10 +46,10 @@ class HostPool:
             mapping = _map_reserved(self._size_bytes) if hugetlb else None
             if mapping is None:
                 mapping = mmap.mmap(-1, self._size_bytes, _ANONYMOUS)
-        except (OSError, OverflowError) as error:
-            raise MemoryError(
-                f"primary pool: cannot map {self._size_bytes} bytes of host memory ({error}); "
-                "lower primary.capacity"
+        except (OSError, OverflowError, ValueError, MemoryError) as error:
+            raise ConfigError(
+                f"primary.capacity: the system cannot give {self._size_bytes} bytes of memory "
+                f"({error}); lower it, or raise what limits the process (ulimit -v, the container)"
             ) from error
         if huge_pages:
             try:

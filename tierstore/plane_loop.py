@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
+from tierstore.bounded_log import bounded
 from tierstore.clock import Clock
 from tierstore.errors import BackendError
 from tierstore.metrics import Counters, Metric
@@ -20,7 +21,7 @@ from tierstore.transfer import Command, Demote, JobId, Load, Release, TransferDo
 
 __all__ = ["DataPlane", "PendingLoad", "PlaneLoop"]
 
-_logger = logging.getLogger(__name__)
+_logger = bounded(logging.getLogger(__name__))
 
 _FLUSH_STALL_SECONDS = 60.0
 _FAILURES_MAX = 32

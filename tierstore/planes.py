@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from tierstore.bounded_log import bounded
 from tierstore.clock import MonotonicClock
 from tierstore.errors import BackendError, CatalogError, ClosedError
 from tierstore.executor import TransferExecutor
@@ -23,7 +24,7 @@ from tierstore.tier.stack import TierStack
 
 __all__ = ["Patience", "Planes"]
 
-_logger = logging.getLogger(__name__)
+_logger = bounded(logging.getLogger(__name__))
 
 Answer = TypeVar("Answer")
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from tierstore.arrays import Rows, adjacent_runs, byte_rows, one_group, slot_rows
 from tierstore.backend.opening import BackendOpener, backend_opener
-from tierstore.config import StoreConfig, load_config
+from tierstore.config import StoreConfig
 from tierstore.executor import TransferExecutor
 from tierstore.faults import SystemOpener, open_system
 from tierstore.key import OffloadKey, require_keys
@@ -24,6 +24,7 @@ from tierstore.manifest import Manifest
 from tierstore.metrics import Counters
 from tierstore.plane_loop import PendingLoad
 from tierstore.planes import Patience, Planes
+from tierstore.store_input import no_memory, require_arguments, require_config
 from tierstore.tier.catalog import SecondaryStats
 from tierstore.tier.opening import open_stack
 from tierstore.tier.reservation import ChunkState, OffloadReservation
@@ -76,7 +77,10 @@ def _alone(
 
     @wraps(method)
     def call(self: "TierStore", /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Answer:
-        return self._planes.run(partial(method, self, *args, **kwargs))
+        try:
+            return self._planes.run(partial(method, self, *args, **kwargs))
+        except MemoryError as error:
+            raise no_memory(error) from error
 
     return call
 
@@ -92,6 +96,8 @@ class TierStore:
     within a call closes when that call ends. An exception that such code lets through while the
     call is changing the tiers, and an interruption, leave in doubt what they hold: the store then
     refuses all calls but `close` with `ClosedError`.
+
+    Where the system has no memory left for a call, it raises `ConfigError`.
 
     A store that is dropped without `close` warns (`ResourceWarning`) and closes in the background;
     at the interpreter's exit, open stores are closed within `Patience.exit_seconds`.
@@ -143,15 +149,28 @@ class TierStore:
         backends fail (None: those of the configuration), `patience` by impatient ones.
 
         Raises:
-            TypeError: `manifest` is none.
-            ConfigError: the configuration is wrong.
-            MemoryError: the system has not `primary.capacity` bytes of memory to promise.
+            TypeError: `manifest`, a function or `patience` is none.
+            ConfigError: the configuration is wrong, or the system has not `primary.capacity` bytes
+                of memory to promise.
             CatalogError, ManifestError, BackendError: a secondary tier cannot be opened.
         """
-        if not isinstance(manifest, Manifest):
-            raise TypeError(f"manifest: expected a Manifest, got {type(manifest).__name__}")
-        if not isinstance(config, StoreConfig):
-            config = load_config(config)
+        opener = open_backend if open_backend is not None else backend_opener(open_system)
+        require_arguments(manifest, patience, open_backend=opener, open_system=open_system)
+        checked = require_config(config)
+        try:
+            return cls._open(checked, manifest, opener, open_system, patience)
+        except MemoryError as error:
+            raise no_memory(error) from error
+
+    @classmethod
+    def _open(
+        cls,
+        config: StoreConfig,
+        manifest: Manifest,
+        open_backend: BackendOpener,
+        open_system: SystemOpener,
+        patience: Patience | None,
+    ) -> Self:
         counters = Counters()
         stack = open_stack(
             config, manifest, rank_count=1, counters=counters, open_system=open_system
@@ -164,7 +183,7 @@ class TierStore:
                 rank_count=1,
                 caches=None,
                 counters=counters,
-                open_backend=open_backend or backend_opener(open_system),
+                open_backend=open_backend,
             )
         except BaseException:
             stack.close()

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tierstore.config import StoreConfig
+from tierstore.config import WRITE_QUEUE_BYTES_MAX, StoreConfig
 from tierstore.errors import ConfigError, MissingExtraError, PromptError
+from tierstore.quoting import escaped, quoted
 
 __all__ = [
     "ChatPrompt",
@@ -59,7 +60,7 @@ def patient_config(config: StoreConfig) -> StoreConfig:
     """
     if not config.secondary:
         raise ConfigError("a warm-up needs a tier on disk: add one to 'secondary'")
-    queue_bytes = config.primary.capacity_bytes
+    queue_bytes = min(config.primary.capacity_bytes, WRITE_QUEUE_BYTES_MAX)
     tiers = [
         replace(tier, io=replace(tier.io, write_queue_bytes=queue_bytes))
         for tier in config.secondary
@@ -88,9 +89,9 @@ async def read_prompts(path: Path) -> AsyncIterator[tuple[int, Prompt]]:
                 if line.strip():
                     yield number, parse_prompt(line)
     except PromptError as error:
-        raise PromptError(f"{path}:{number}: {error}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise PromptError(f"{path}: cannot be read: {error}") from error
+        raise PromptError(f"{escaped(path)}:{number}: {error}") from error
+    except (OSError, ValueError) as error:  # no text, or a zero byte in the path
+        raise PromptError(f"{escaped(path)}: cannot be read: {escaped(error)}") from error
 
 
 def parse_prompt(line: str) -> Prompt:
@@ -101,10 +102,10 @@ def parse_prompt(line: str) -> Prompt:
     """
     try:
         raw = json.loads(line)
-    except ValueError as error:
-        raise PromptError(f"not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:  # nested too deep, too
+        raise PromptError(f"not JSON: {escaped(error)}") from None
     if not isinstance(raw, dict) or len(raw) != 1 or not raw.keys() <= _PARSERS.keys():
-        got = sorted(raw) if isinstance(raw, dict) else type(raw).__name__
+        got = quoted(sorted(raw)) if isinstance(raw, dict) else type(raw).__name__
         raise PromptError(
             f"expected an object with one of the keys {', '.join(_PARSERS)}, got {got}"
         )
@@ -128,7 +129,8 @@ def distinct_prefixes(prompts: Sequence[Sequence[int]]) -> list[int]:
 
 def _parse_text(value: object) -> Prompt:
     if not isinstance(value, str) or not value:
-        raise PromptError(f"text: expected a string that is not empty, got {value!r}")
+        raise PromptError(f"text: expected a string that is not empty, got {quoted(value)}")
+    _require_unicode(value)
     return TextPrompt(value)
 
 
@@ -145,7 +147,16 @@ def _parse_messages(value: object) -> Prompt:
         raise PromptError(
             "messages: expected a list of objects with the strings 'role' and 'content'"
         )
+    for _, content in pairs:
+        _require_unicode(content)
     return ChatPrompt(tuple(pairs))
+
+
+def _require_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a pair, which JSON can say and no tokenizer reads
+        raise PromptError(f"no valid Unicode: {quoted(text)}") from None
 
 
 def _parse_token_ids(value: object) -> Prompt:

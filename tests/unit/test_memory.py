@@ -3,7 +3,7 @@ import mmap
 import numpy as np
 import pytest
 
-from tierstore.errors import ClosedError
+from tierstore.errors import ClosedError, ConfigError
 from tierstore.layout import PAGE_BYTES
 from tierstore.memory import HostPool
 
@@ -49,7 +49,7 @@ def test_huge_pages_are_only_a_hint():
 
 
 def test_impossible_size_names_the_setting_to_lower():
-    with pytest.raises(MemoryError, match=r"primary\.capacity"):
+    with pytest.raises(ConfigError, match=r"primary\.capacity.*lower it"):
         HostPool(1 << 60)
 
 

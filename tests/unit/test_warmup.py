@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tierstore.config import load_config, to_mapping
 from tierstore.errors import PromptError
 from tierstore.warmup import (
     ChatPrompt,
@@ -14,6 +15,7 @@ from tierstore.warmup import (
     TokenPrompt,
     distinct_prefixes,
     parse_prompt,
+    patient_config,
     read_prompts,
 )
 
@@ -67,9 +69,38 @@ def test_a_bad_line_is_named_by_file_and_number(tmp_path: Path, line: str, expec
     assert expected in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("[" * 100_000, "not JSON: "),
+        ('{"text":' * 100_000, "not JSON: "),
+        (json.dumps({"x" * 1_000_000: 1}), "(1,000,000 characters)"),
+        (json.dumps(dict.fromkeys(map(str, range(10_000)))), "(10,000 items)"),
+        (json.dumps({"text": ["x" * 1_000_000]}), "expected a string"),
+        ('{"token_ids": [' + "9" * 5_000 + "]}", "not JSON: "),
+        ('{"text": "\\ud800"}', "no valid Unicode"),
+        ('{"messages": [{"role": "user", "content": "\\udc00"}]}', "no valid Unicode"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_a_line_out_of_all_bounds_is_told_in_few_words(line: str, expected: str) -> None:
+    with pytest.raises(PromptError) as caught:
+        parse_prompt(line)
+    assert expected in str(caught.value)
+    assert len(str(caught.value)) < 2_000
+
+
+def test_a_warm_up_of_a_huge_memory_tier_has_a_configuration_that_loads() -> None:
+    tier = {"name": "a", "backend": "file", "path": "/a", "capacity": "8MiB"}
+    config = load_config({"primary": {"capacity": "2TiB"}, "secondary": [tier]})
+    assert load_config(to_mapping(patient_config(config))) == patient_config(config)
+
+
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(PromptError, match=r"absent\.jsonl: cannot be read"):
         read_all(tmp_path / "absent.jsonl")
+    with pytest.raises(PromptError, match=r"cannot be read"):
+        read_all(tmp_path / "a\0b")
     (tmp_path / "latin.jsonl").write_bytes(b'{"text": "\xe4"}\n')
     with pytest.raises(PromptError, match=r"latin\.jsonl: cannot be read"):
         read_all(tmp_path / "latin.jsonl")

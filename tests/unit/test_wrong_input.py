@@ -257,8 +257,8 @@ def test_yaml_that_the_library_stumbles_over_is_an_error_of_the_configuration(tm
 
 
 def test_more_memory_than_there_is_is_refused_with_the_key_and_nothing_stays_open(tmp_path):
-    config = config_of(tmp_path / "tier", primary="1048576TiB")
-    with pytest.raises(MemoryError, match=r"primary\.capacity"):
+    config = config_of(tmp_path / "tier", primary="64TiB")
+    with pytest.raises(ConfigError, match=r"primary\.capacity.*lower it"):
         CHUNKS.open(config)
     with CHUNKS.open(config | {"primary": {"capacity": "1MiB"}}) as store:
         assert CHUNKS.put(store, NUMBERS) == 4

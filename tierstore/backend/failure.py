@@ -5,11 +5,12 @@ import logging
 import threading
 from pathlib import Path
 
+from tierstore.bounded_log import bounded
 from tierstore.transfer import FailureReason
 
 __all__ = ["FailureLog", "name_of", "reason_of"]
 
-_logger = logging.getLogger(__name__)
+_logger = bounded(logging.getLogger(__name__))
 
 _REASONS = {
     errno.ENOENT: FailureReason.ABSENT,

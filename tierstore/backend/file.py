@@ -28,6 +28,7 @@ from tierstore.backend.header_cache import HeaderCache
 from tierstore.backend.probe import probe
 from tierstore.backend.protocol import RecordIo
 from tierstore.backend.segment import Segment, SegmentFiles
+from tierstore.bounded_log import bounded
 from tierstore.config.model import IoMode
 from tierstore.errors import BackendError
 from tierstore.layout import PAGE_BYTES
@@ -48,7 +49,7 @@ from tierstore.transfer import FailureReason, PageRun
 
 __all__ = ["FileBackend"]
 
-_logger = logging.getLogger(__name__)
+_logger = bounded(logging.getLogger(__name__))
 
 _HEADER_PAGES_MAX = 32
 """Extents that one pass of a read touches: the thread's buffer for header pages is that large."""

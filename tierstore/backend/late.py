@@ -5,12 +5,13 @@ import threading
 from collections.abc import Callable, Sequence
 
 from tierstore.backend.protocol import Backend, RecordIo
+from tierstore.bounded_log import bounded
 from tierstore.errors import BackendError
 from tierstore.transfer import FailureReason, PageRun
 
 __all__ = ["LateBackend"]
 
-_logger = logging.getLogger(__name__)
+_logger = bounded(logging.getLogger(__name__))
 
 
 class LateBackend:

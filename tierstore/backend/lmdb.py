@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from tierstore.backend.failure import FailureLog
 from tierstore.backend.protocol import RecordIo
+from tierstore.bounded_log import bounded
 from tierstore.errors import (
     BackendCorruptError,
     BackendFullError,
@@ -45,7 +46,7 @@ from tierstore.transfer import FailureReason, PageRun
 
 __all__ = ["LmdbBackend"]
 
-_logger = logging.getLogger(__name__)
+_logger = bounded(logging.getLogger(__name__))
 
 _REASONS: dict[type[TierStoreError], FailureReason] = {
     BackendFullError: FailureReason.FULL,

@@ -8,13 +8,14 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from tierstore.bounded_log import bounded
 from tierstore.errors import BackendError, BackendFullError
 from tierstore.layout import PAGE_BYTES
 from tierstore.system import SystemCalls, buffer_address
 
 __all__ = ["FileSystemAbilities", "probe"]
 
-_logger = logging.getLogger(__name__)
+_logger = bounded(logging.getLogger(__name__))
 
 _UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV, errno.EPERM}
 _FULL = {errno.ENOSPC, errno.EDQUOT}

@@ -5,8 +5,9 @@ missing units and impossible pairs with a `ConfigError` that names the path of t
 nearest valid name.
 """
 
-from tierstore.config.loader import emit_json_schema, load_config, to_mapping
+from tierstore.config.loader import check_config, emit_json_schema, load_config, to_mapping
 from tierstore.config.model import (
+    WRITE_QUEUE_BYTES_MAX,
     Cascade,
     GpuConfig,
     IoConfig,
@@ -18,6 +19,7 @@ from tierstore.config.model import (
 )
 
 __all__ = [
+    "WRITE_QUEUE_BYTES_MAX",
     "Cascade",
     "GpuConfig",
     "IoConfig",
@@ -26,6 +28,7 @@ __all__ = [
     "PrimaryConfig",
     "SecondaryConfig",
     "StoreConfig",
+    "check_config",
     "emit_json_schema",
     "load_config",
     "to_mapping",

@@ -6,6 +6,7 @@ quick. Defaults repeat those of `model`; a test holds the two together.
 
 import difflib
 import os
+import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -16,11 +17,13 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    ValidationInfo,
     WithJsonSchema,
 )
 from pydantic_core import ErrorDetails
 
 from tierstore.config.model import (
+    WRITE_QUEUE_BYTES_MAX,
     GpuConfig,
     IoConfig,
     OffloadConfig,
@@ -28,8 +31,11 @@ from tierstore.config.model import (
     SecondaryConfig,
     StoreConfig,
 )
+from tierstore.config.plain import plain_document
+from tierstore.config.problems import PROBLEM_COUNT_MAX, key_path, problems_of
 from tierstore.config.units import DURATION_PATTERN, SIZE_PATTERN, parse_duration, parse_size
 from tierstore.errors import ConfigError
+from tierstore.quoting import named, quoted
 
 __all__ = [
     "Document",
@@ -47,21 +53,63 @@ def _schema(pattern: str, example: str) -> WithJsonSchema:
     return WithJsonSchema({"type": "string", "pattern": pattern, "examples": [example]})
 
 
+def _is_python(info: ValidationInfo) -> bool:
+    """Return whether the document was made by a program, whose bare numbers have a meaning."""
+    return bool(info.context)
+
+
+def _size(raw: object, info: ValidationInfo) -> int:
+    return parse_size(raw, is_python=_is_python(info))
+
+
+def _duration(raw: object, info: ValidationInfo) -> float:
+    return parse_duration(raw, is_python=_is_python(info))
+
+
 def _path_text(raw: object) -> object:
-    text = os.fspath(raw) if isinstance(raw, os.PathLike) else raw
-    if isinstance(text, str):
-        if "\0" in text:
-            raise ValueError(f"a path has no zero bytes, got {text!r}")
-        try:
-            Path(text).expanduser()
-        except RuntimeError as error:
-            raise ValueError(f"{text!r} names an unknown home; give a whole path") from error
+    text = str(raw) if isinstance(raw, Path) else raw
+    if not isinstance(text, str):
+        return text
+    too_long = (
+        f"expected names of at most {_NAME_BYTES_MAX} bytes, and {_PATH_BYTES_MAX} in all, "
+        f"got {quoted(text)}"
+    )
+    if len(text) > _PATH_BYTES_MAX:
+        raise ValueError(too_long)
+    if "\0" in text:
+        raise ValueError(f"a path has no zero bytes, got {quoted(text)}")
+    if any(unicodedata.category(char) in _UNPRINTED for char in text):
+        raise ValueError(f"a path has no line breaks or control characters: {quoted(text)}")
+    try:
+        whole = Path(text).expanduser()
+    except RuntimeError:
+        raise ValueError(f"{quoted(text)} names an unknown home; give a whole path") from None
+    longest = max((len(os.fsencode(part)) for part in whole.parts), default=0)
+    if longest > _NAME_BYTES_MAX or len(os.fsencode(whole)) > _PATH_BYTES_MAX:
+        raise ValueError(too_long)
+    if len(whole.parts) > _NAME_COUNT_MAX:
+        raise ValueError(f"expected at most {_NAME_COUNT_MAX} folders, got {quoted(text)}")
     return text
 
 
-Size = Annotated[int, BeforeValidator(parse_size), _schema(SIZE_PATTERN, "20GiB")]
+def _version(raw: object) -> object:
+    # To Python, and to the checks of a literal, `true` and `1.0` are equal to 1.
+    if type(raw) is not int:
+        raise ValueError(f"expected 1, got {quoted(raw)}")
+    return raw
+
+
+_UNPRINTED = ("Cc", "Zl", "Zp")
+_NAME_BYTES_MAX = 255
+_NAME_COUNT_MAX = 100
+_PATH_BYTES_MAX = 3_500
+"""The kernel takes 4,096; a tier has names of its own below its path."""
+_WORD_CHARS_MAX = 60
+"""Of an unknown key, to find the nearest valid one; that takes time by the square."""
+
+Size = Annotated[int, BeforeValidator(_size), _schema(SIZE_PATTERN, "20GiB")]
 PositiveSize = Annotated[Size, Field(gt=0)]
-Duration = Annotated[float, BeforeValidator(parse_duration), _schema(DURATION_PATTERN, "2s")]
+Duration = Annotated[float, BeforeValidator(_duration), _schema(DURATION_PATTERN, "2s")]
 PathText = Annotated[str, BeforeValidator(_path_text)]
 
 
@@ -74,7 +122,7 @@ class _Section(BaseModel):
 class PrimarySection(_Section):
     """The tier in host memory."""
 
-    capacity: PositiveSize
+    capacity: PositiveSize = Field(le=64 << 40)
     """Host memory for chunks, per worker process; rounded down to whole slots."""
     eviction: Literal["lru", "arc"] = "arc"
     """Which chunk leaves first."""
@@ -103,9 +151,11 @@ class IoSection(_Section):
     """Of the file backend only; `direct` falls back to `buffered` where O_DIRECT is refused."""
     threads: int = Field(default=8, ge=1, le=64)
     """I/O threads per worker process."""
-    deadline: Duration = Field(default=2.0, gt=0, json_schema_extra={"default": "2s"})
-    """A load that takes longer fails and is recomputed."""
-    write_queue: PositiveSize = Field(default=256 << 20, json_schema_extra={"default": "256MiB"})
+    deadline: Duration = Field(default=2.0, json_schema_extra={"default": "2s"})
+    """A load that takes longer fails and is recomputed; `1ms` to `60min`."""
+    write_queue: PositiveSize = Field(
+        default=256 << 20, le=WRITE_QUEUE_BYTES_MAX, json_schema_extra={"default": "256MiB"}
+    )
     """Write-behind limit: what would wait beyond it is dropped and counted."""
     durable: bool = False
     """Also flush payload to the device before a record becomes visible."""
@@ -178,7 +228,7 @@ class GpuSection(_Section):
 
     kernel_below: Size | None = None
     """Runs smaller than this are gathered by a kernel; `0B`: none are."""
-    kernel_runs: int | None = Field(default=None, ge=1)
+    kernel_runs: int | None = Field(default=None, ge=1, le=1 << 20)
     """Fewer small runs than this are not worth a kernel."""
     pitched_from: PositiveSize | None = None
     """Equally spaced rows of at least this size become one 2-D copy."""
@@ -198,7 +248,7 @@ class GpuSection(_Section):
 class Document(_Section):
     """A tierstore configuration file."""
 
-    version: Literal[1] = 1
+    version: Annotated[Literal[1], BeforeValidator(_version)] = 1
     """Version of this file format."""
     primary: PrimarySection
     secondary: list[SecondarySection] = Field(default=[], max_length=8)
@@ -223,19 +273,25 @@ def json_schema() -> dict[str, object]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
-def parse_document(raw: object) -> Document:
+def parse_document(raw: object, *, is_python: bool) -> Document:
     """Check the keys of a document and the form of their values.
 
+    `is_python`: a program made it, so that a bare number is one of bytes or seconds.
+
     Raises:
-        ConfigError: one line per wrong key.
+        ConfigError: one line per wrong key, and the number of those that are not named.
     """
     if not isinstance(raw, Mapping):
         raise ConfigError(f"expected a mapping with 'primary', got {type(raw).__name__}")
     try:
-        return Document.model_validate(dict(raw))
+        return Document.model_validate(plain_document(raw), context=is_python)
     except ValidationError as error:
-        problems = [_describe(detail) for detail in error.errors(include_url=False)]
-        raise ConfigError("\n".join(problems)) from error
+        details = error.errors(include_url=False)
+    except (ValueError, OverflowError) as error:  # what the library itself stumbles over
+        raise ConfigError(f"the mapping cannot be read: {named(error)}") from None
+    # Not chained: the library's own text quotes every wrong value, however large.
+    shown = [_describe(detail) for detail in details[:PROBLEM_COUNT_MAX]]
+    raise problems_of(shown, len(details))
 
 
 def _describe(detail: ErrorDetails) -> str:
@@ -243,24 +299,22 @@ def _describe(detail: ErrorDetails) -> str:
     context = detail.get("ctx", {})
     match detail["type"]:
         case "extra_forbidden" | "invalid_key":
-            text = "unknown key; " + _nearest(str(location[-1]), _valid_keys(location[:-1]))
+            name = str(location[-1])[:_WORD_CHARS_MAX]
+            text = "unknown key; " + _nearest(name, _valid_keys(location[:-1]))
         case "missing":
             text = "this key is required"
         case "model_type":
-            text = f"expected a mapping, got {got!r}"
+            text = f"expected a mapping, got {quoted(got)}"
         case "literal_error":
-            text = f"expected {context['expected']}, got {got!r}"
+            text = f"expected {context['expected']}, got {quoted(got)}"
+        case "too_long":
+            text = f"expected at most {context['max_length']} items, got {context['actual_length']}"
         case "value_error":
             text = str(context["error"])
         case _:
             message = detail["msg"].removeprefix("Input").removeprefix("String")
-            text = f"must{message.removeprefix(' should')}, got {got!r}"
-    return f"{_path(location)}: {text}"
-
-
-def _path(location: Sequence[str | int]) -> str:
-    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
-    return "".join(parts).removeprefix(".")
+            text = f"must{message.removeprefix(' should')}, got {quoted(got)}"
+    return f"{key_path(location)}: {text}"
 
 
 _SECTIONS: dict[str, type[BaseModel]] = {

@@ -4,21 +4,26 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tierstore.config.model import SecondaryConfig, StoreConfig
+from tierstore.config.problems import problem_at, problems_of
+from tierstore.config.text_file import read_text
 from tierstore.errors import ConfigError
+from tierstore.quoting import escaped, named, quoted
 
 if TYPE_CHECKING:
     from tierstore.config.document import Document
 
-__all__ = ["emit_json_schema", "load_config", "to_mapping"]
+__all__ = ["check_config", "emit_json_schema", "load_config", "to_mapping"]
 
 _SECONDARY_CAPACITY_BYTES_MIN = 8 << 20
 """A smaller tier would hold little more than its catalog."""
 _RESERVED_TIER_NAME = "primary"
 """What logs and metrics call the tier in host memory."""
+_PATH_CHARS_MAX = 1_000
 
 
 def load_config(source: str | os.PathLike[str] | Mapping[str, object]) -> StoreConfig:
@@ -32,19 +37,36 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, object]) -> StoreC
             and what to write instead.
     """
     if isinstance(source, Mapping):
-        return _check(source, Path.cwd())
+        return _check(source, _current_folder(), is_python=True)
     if not isinstance(source, str | os.PathLike):
         raise ConfigError(
             f"expected a mapping or the path of a YAML file, got {type(source).__name__}"
         )
     try:
         path = Path(source).expanduser().absolute()
-    except (RuntimeError, TypeError) as error:  # `~` of nobody, a path of bytes
-        raise ConfigError(f"{source!r}: {error}; give the path of a YAML file") from error
+    except Exception as error:  # noqa: BLE001 - no home, no current folder, or the caller's class
+        raise ConfigError(
+            f"{quoted(source)}: {named(error)}; give the path of a YAML file"
+        ) from None
+    from tierstore.config.yaml_text import parse_yaml
+
     try:
-        return _check(_read(path), path.parent)
+        return _check(parse_yaml(read_text(path)), path.parent, is_python=False)
     except ConfigError as error:
-        raise ConfigError(f"{source}: {error}") from error
+        raise ConfigError(f"{escaped(path, _PATH_CHARS_MAX)}: {error}") from None
+
+
+def check_config(config: StoreConfig) -> StoreConfig:
+    """Return a configuration that a program has put together, as `load_config` would read it.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    try:
+        mapping = to_mapping(config)
+    except Exception as error:  # noqa: BLE001 - a field of a wrong type, of the caller's own class
+        raise ConfigError(f"the configuration cannot be read: {named(error)}") from None
+    return load_config(mapping)
 
 
 def emit_json_schema() -> str:
@@ -56,44 +78,66 @@ def emit_json_schema() -> str:
 
 def to_mapping(config: StoreConfig) -> dict[str, Any]:
     """Return the mapping that `load_config` reads as `config`."""
-    mapping: dict[str, Any] = _to_yaml("", dataclasses.asdict(config))[1]
+    mapping = _keys_of(config)
     for tier in mapping["secondary"]:
         if tier["backend"] == "lmdb":
             del tier["io"]["mode"]
     return mapping
 
 
-def _to_yaml(name: str, value: Any) -> tuple[str, Any]:
-    if isinstance(value, dict):
-        return name, dict(_to_yaml(*item) for item in value.items() if item[1] is not None)
-    if isinstance(value, tuple):
-        return name, [_to_yaml("", item)[1] for item in value]
+def _keys_of(record: Any) -> dict[str, Any]:
+    """Return the keys of a section's fields, but for those whose default is None and that are."""
+    values = [(field, getattr(record, field.name)) for field in dataclasses.fields(record)]
+    return dict(
+        _key_of(field.name, value)
+        for field, value in values
+        if value is not None or field.default is not None
+    )
+
+
+def _key_of(name: str, value: Any) -> tuple[str, Any]:
+    if dataclasses.is_dataclass(value):
+        return name, _keys_of(value)
+    if isinstance(value, tuple | list):
+        return name, [_key_of("", item)[1] for item in value]
+    # What is no number is left as it is, for `load_config` to refuse.
     if name.endswith("_bytes"):
-        return name.removesuffix("_bytes"), f"{value}B"
+        return name.removesuffix("_bytes"), f"{value}B" if type(value) is int else value
     if name.endswith("_seconds"):
-        return name.removesuffix("_seconds"), f"{value:f}s"
+        is_number = type(value) in (int, float)
+        text = f"{Decimal(repr(value)):f}s" if is_number else value
+        return name.removesuffix("_seconds"), text
     return name, str(value) if isinstance(value, Path) else value
 
 
-def _read(path: Path) -> object:
-    from tierstore.config.yaml_text import parse_yaml
-
+def _current_folder() -> Path | None:
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # not there, no text, or a zero byte in the path
-        raise ConfigError(f"cannot be read: {error}") from error
-    return parse_yaml(text)
+        return Path.cwd()
+    except OSError:  # it was removed
+        return None
 
 
-def _check(raw: object, folder: Path) -> StoreConfig:
+def _check(raw: object, folder: Path | None, *, is_python: bool) -> StoreConfig:
     from tierstore.config.document import parse_document
 
-    document = parse_document(raw)
-    config = document.build(folder)
+    document = parse_document(raw, is_python=is_python)
+    if folder is None:
+        _require_whole_paths(document)
+    config = document.build(folder or Path("/"))
     problems = [*_impossible_keys(document), *_impossible_tiers(config.secondary)]
     if problems:
-        raise ConfigError("\n".join(problems))
+        raise problems_of(problems, len(problems))
     return config
+
+
+def _require_whole_paths(document: "Document") -> None:
+    for tier_idx, tier in enumerate(document.secondary):
+        if not Path(tier.path).expanduser().is_absolute():
+            raise problem_at(
+                ("secondary", tier_idx, "path"),
+                f"{quoted(tier.path)} is relative, and the current folder was removed; give a "
+                "whole path",
+            )
 
 
 def _impossible_keys(document: "Document") -> Iterator[str]:
@@ -120,6 +164,7 @@ def _impossible_tiers(tiers: Sequence[SecondaryConfig]) -> Iterator[str]:
             ours, theirs = real_paths[tier_idx], real_paths[earlier_idx]
             if ours.is_relative_to(theirs) or theirs.is_relative_to(ours):
                 yield (
-                    f"{where}.path: {tier.path} and secondary[{earlier_idx}].path "
-                    f"({tiers[earlier_idx].path}) contain each other; give each tier its own folder"
+                    f"{where}.path: {escaped(tier.path)} and secondary[{earlier_idx}].path "
+                    f"({escaped(tiers[earlier_idx].path)}) contain each other; "
+                    "give each tier its own folder"
                 )

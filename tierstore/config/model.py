@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 __all__ = [
+    "WRITE_QUEUE_BYTES_MAX",
     "Cascade",
     "GpuConfig",
     "IoConfig",
@@ -19,6 +20,8 @@ __all__ = [
 Cascade = Literal["write_through", "on_evict", "second_touch"]
 IoMode = Literal["direct", "buffered", "mmap"]
 OnReset = Literal["forget", "keep_disk"]
+
+WRITE_QUEUE_BYTES_MAX = 1 << 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

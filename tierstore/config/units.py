@@ -1,9 +1,21 @@
-"""Sizes and durations as people write them: a number and its unit, never a bare number."""
+"""Sizes and durations: a number and its unit as people write them, or a bare number of a program.
+
+In a YAML file a bare number is refused: nobody knows whether 20 is bytes or GiB. In Python it is an
+int of bytes, or a number of seconds.
+"""
 
 import re
+from dataclasses import dataclass
 from decimal import Decimal
 
-__all__ = ["DURATION_PATTERN", "SIZE_PATTERN", "parse_duration", "parse_size"]
+from tierstore.quoting import quoted
+
+__all__ = [
+    "DURATION_PATTERN",
+    "SIZE_PATTERN",
+    "parse_duration",
+    "parse_size",
+]
 
 _SIZE_UNITS = {
     "B": 1,
@@ -22,49 +34,81 @@ SIZE_PATTERN = rf"^([0-9]+(?:\.[0-9]+)?) ?({'|'.join(_SIZE_UNITS)})$"
 """A regular expression that JSON Schema understands too."""
 _SIZE_MAX = _SIZE_UNITS["TiB"] << 20
 DURATION_PATTERN = rf"^([0-9]+(?:\.[0-9]+)?) ?({'|'.join(_DURATION_UNITS)})$"
+_SECONDS_MIN, _SECONDS_MAX = 0.001, 3600.0
 
 
-def parse_size(text: object) -> int:
-    """Return the bytes that `text` means, rounded down: `20GiB`, `512 MiB`, `1.5GB`, `4096B`.
+@dataclass(frozen=True, slots=True)
+class _Quantity:
+    """What is said of a value that is none."""
+
+    expected: str
+    of_program: str
+    small_unit: str
+    """What a bare number below 2**20 may have meant."""
+    large_unit: str
+    units: str
+
+
+_SIZE = _Quantity(
+    "a size such as '20GiB'",
+    "an int of bytes",
+    "GiB",
+    "B",
+    "B, KiB, MiB, GiB, TiB or KB, MB, GB, TB",
+)
+_DURATION = _Quantity("a duration such as '2s'", "a number of seconds", "s", "s", "ms, s or min")
+
+
+def parse_size(raw: object, *, is_python: bool = False) -> int:
+    """Return the bytes that `raw` means, rounded down: `20GiB`, `512 MiB`, `1.5GB`, `4096B`.
+
+    Of a program (`is_python`), an int of bytes, too.
 
     Raises:
         ValueError: the unit is missing or unknown, or no device is as large; the message says what
             to write.
     """
-    match = re.fullmatch(SIZE_PATTERN, text) if isinstance(text, str) else None
-    if match is None:
-        raise ValueError(
-            f"expected a size such as '20GiB', got {text!r}"
-            + _remedy(
-                text, "GiB" if _is_small(text) else "B", "B, KiB, MiB, GiB, TiB or KB, MB, GB, TB"
-            )
-        )
-    size = Decimal(match[1]) * _SIZE_UNITS[match[2]]
+    size: Decimal | int
+    if is_python and type(raw) is int:
+        size = raw
+    else:
+        match = re.fullmatch(SIZE_PATTERN, raw) if isinstance(raw, str) else None
+        if match is None:
+            raise ValueError(_problem(raw, _SIZE, is_python=is_python))
+        size = Decimal(match[1]) * _SIZE_UNITS[match[2]]
+    if size < 0:
+        raise ValueError(f"expected bytes from 0 up, got {quoted(raw)}")
     if size > _SIZE_MAX:
-        raise ValueError(f"expected at most 1048576TiB, got {text}")
+        raise ValueError(f"expected at most 1048576TiB, got {quoted(raw)}")
     return int(size)
 
 
-def parse_duration(text: object) -> float:
-    """Return the seconds that `text` means: `2s`, `500ms`, `1.5 min`.
+def parse_duration(raw: object, *, is_python: bool = False) -> float:
+    """Return the seconds that `raw` means: `2s`, `500ms`, `1.5 min`; of a program, a number, too.
 
     Raises:
-        ValueError: the unit is missing or unknown; the message says what to write.
+        ValueError: the unit is missing or unknown, or the duration is shorter than a millisecond or
+            longer than an hour; the message says what to write.
     """
-    match = re.fullmatch(DURATION_PATTERN, text) if isinstance(text, str) else None
-    if match is None:
-        raise ValueError(
-            f"expected a duration such as '2s', got {text!r}" + _remedy(text, "s", "ms, s or min")
-        )
-    return float(Decimal(match[1]) * _DURATION_UNITS[match[2]])
+    if is_python and isinstance(raw, int | float) and not isinstance(raw, bool):
+        seconds = float(raw)
+    else:
+        match = re.fullmatch(DURATION_PATTERN, raw) if isinstance(raw, str) else None
+        if match is None:
+            raise ValueError(_problem(raw, _DURATION, is_python=is_python))
+        seconds = float(Decimal(match[1]) * _DURATION_UNITS[match[2]])
+    if not _SECONDS_MIN <= seconds <= _SECONDS_MAX:
+        raise ValueError(f"expected 1ms to 60min, got {quoted(raw)}")
+    return seconds
 
 
-def _is_small(text: object) -> bool:
-    """Return whether a bare number cannot have meant bytes."""
-    return isinstance(text, int | float) and text < 1 << 20
-
-
-def _remedy(text: object, unit: str, units: str) -> str:
-    is_number = isinstance(text, int | float) and not isinstance(text, bool)
-    example = f"add a unit, such as '{text}{unit}'; " if is_number else ""
-    return f": {example}units are {units}"
+def _problem(raw: object, quantity: _Quantity, *, is_python: bool) -> str:
+    example = ""
+    if isinstance(raw, int | float) and not isinstance(raw, bool) and not is_python:
+        unit = quantity.small_unit if raw < 1 << 20 else quantity.large_unit
+        example = f"add a unit, such as '{quoted(raw)}{unit}'; "
+    or_number = f", or give {quantity.of_program}" if is_python else ""
+    return (
+        f"expected {quantity.expected}, got {quoted(raw)}: "
+        f"{example}units are {quantity.units}{or_number}"
+    )

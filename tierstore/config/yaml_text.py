@@ -1,7 +1,8 @@
-"""YAML as people expect it: YAML 1.2 words, and no key twice.
+"""YAML as people expect it: YAML 1.2 words, no key twice, no tags, and not without bounds.
 
 PyYAML follows YAML 1.1, where `no`, `off` and `1:30` turn into false, false and 90, and where the
-last of two equal keys silently wins. The one module that imports yaml.
+last of two equal keys silently wins. A few lines of it can also say a document that no memory
+holds, by aliases of aliases. The one module that imports yaml.
 """
 
 import re
@@ -10,27 +11,94 @@ from typing import Any
 
 import yaml
 
+from tierstore.config.plain import DEPTH_MAX, NODE_COUNT_MAX
 from tierstore.errors import ConfigError
+from tierstore.quoting import escaped, quoted
 
 __all__ = ["parse_yaml"]
+
+_INT_DIGITS_MAX = 40
 
 
 def parse_yaml(text: str) -> object:
     """Return the one document in `text`: mappings, lists, strings, numbers, booleans, None.
 
+    An alias stands for a copy of what it names. Takes time in proportion to the text.
+
     Raises:
-        ConfigError: not YAML, or a key stands twice in one mapping; with line and column.
+        ConfigError: not YAML, a key stands twice in one mapping, a value has a tag, or aliases and
+            nesting make too much of it; with line and column.
     """
     try:
+        _require_bounds(text)
         return yaml.load(text, Loader=_Loader)  # noqa: S506 - derives from SafeLoader
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        what = ", ".join(part for part in (error.context, error.problem) if part)
-        raise ConfigError(f"{where}{what}") from error
+        what = ", ".join(escaped(part) for part in (error.context, error.problem) if part)
+        raise ConfigError(f"{where}{what}") from None
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
-        # The library lets through what its constructors raise for a value behind a wrong tag.
-        raise ConfigError(f"not YAML: {error}") from error
+        # The library lets through what its constructors raise.
+        raise ConfigError(f"not YAML: {escaped(error)}") from None
+
+
+def _require_bounds(text: str) -> None:
+    """Look at the parts of a document one after the other, before anything is built of them."""
+    extent = _Extent()
+    for event in yaml.parse(text, Loader=_Loader):
+        if isinstance(event, yaml.NodeEvent):
+            _require_no_tag(event)
+            extent.add(event)
+        if isinstance(event, yaml.CollectionStartEvent):
+            extent.open(event)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            extent.close()
+
+
+class _Extent:
+    """How much a document is, with a copy of what it names in the place of each alias."""
+
+    def __init__(self) -> None:
+        self._node_count = 0
+        self._open: list[tuple[str | None, int]] = []
+        """Of the mappings and lists that have begun: the anchor, and the nodes before them."""
+        self._named: dict[str, int] = {}
+        """The nodes of what an anchor names."""
+
+    def add(self, event: yaml.NodeEvent) -> None:
+        node_count = 1
+        if isinstance(event, yaml.AliasEvent):
+            # Of a node that has not ended, too: it would go round in circles.
+            if event.anchor not in self._named:
+                raise _problem(event, f"nothing that ended before is named &{event.anchor}")
+            node_count = self._named[event.anchor]
+        elif isinstance(event, yaml.ScalarEvent) and event.anchor:
+            self._named[event.anchor] = 1
+        self._node_count += node_count
+        if self._node_count > NODE_COUNT_MAX:
+            raise _problem(
+                event, f"expected at most {NODE_COUNT_MAX} keys and values, aliases included"
+            )
+
+    def open(self, event: yaml.CollectionStartEvent) -> None:
+        self._open.append((event.anchor, self._node_count - 1))
+        if len(self._open) > DEPTH_MAX:
+            raise _problem(event, f"more than {DEPTH_MAX} mappings and lists lie within each other")
+
+    def close(self) -> None:
+        anchor, before = self._open.pop()
+        if anchor:
+            self._named[anchor] = self._node_count - before
+
+
+def _require_no_tag(event: yaml.NodeEvent) -> None:
+    tag = getattr(event, "tag", None)
+    if tag is not None:
+        raise _problem(event, f"tags such as {quoted(tag, 60)} are not supported; remove it")
+
+
+def _problem(event: yaml.NodeEvent, what: str) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=what, problem_mark=event.start_mark)  # type: ignore[arg-type]  # of the C parser, says its stub
 
 
 class _Loader(yaml.SafeLoader):
@@ -43,11 +111,20 @@ class _Loader(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode):
                 if key.value in seen:
                     raise yaml.constructor.ConstructorError(
-                        None, None, f"key '{key.value}' stands twice", key.start_mark
+                        None, None, f"key {quoted(key.value, 60)} stands twice", key.start_mark
                     )
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
 
+    def construct_whole(self, node: yaml.ScalarNode) -> int:
+        if len(node.value) > _INT_DIGITS_MAX:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"a number of {len(node.value):,} digits", node.start_mark
+            )
+        return int(node.value)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_whole)
 
 for _tag, _pattern, _first in (
     ("bool", "true|True|TRUE|false|False|FALSE", "tTfF"),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tierstore.bounded_log import bounded
 from tierstore.clock import Clock
 from tierstore.dma.cuda_api import CudaApi, DirectedRuns, Rectangles
 from tierstore.dma.kernel_table import ROW_BYTES, fill_table, table_at
@@ -13,7 +14,7 @@ from tierstore.dma.methods import CopyDirection, CopyMethod, Thresholds
 
 __all__ = ["measure_thresholds"]
 
-_logger = logging.getLogger(__name__)
+_logger = bounded(logging.getLogger(__name__))
 
 _RUN_BYTES = (2 << 10, 4 << 10, 8 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10)
 """Pages have such sizes; copy engines can lose most of their bandwidth between two of them."""

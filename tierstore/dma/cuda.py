@@ -19,6 +19,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 
+from tierstore.bounded_log import bounded
 from tierstore.clock import MonotonicClock
 from tierstore.config import GpuConfig
 from tierstore.dma.calibration import measure_thresholds
@@ -42,7 +43,7 @@ from tierstore.transfer import IntArray
 
 __all__ = ["CudaCopyEngine"]
 
-_logger = logging.getLogger(__name__)
+_logger = bounded(logging.getLogger(__name__))
 
 _LANE_COUNT = 3
 """Offloads, loads, urgent loads."""

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from tierstore.bounded_log import bounded
 from tierstore.dma.cuda_api import AddressRange, DirectedRuns, Event, Rectangles, Stream
 from tierstore.dma.kernel_source import KERNEL_NAME, KERNEL_SOURCE, THREADS_PER_BLOCK
 from tierstore.errors import DeviceBusyError, DeviceError, MissingExtraError
@@ -25,7 +26,7 @@ from tierstore.transfer import IntArray
 
 __all__ = ["CupyApi"]
 
-_logger = logging.getLogger(__name__)
+_logger = bounded(logging.getLogger(__name__))
 
 _SUCCESS, _NOT_READY = 0, 600
 _CAPTURE_ERRORS = range(900, 908)

@@ -4,9 +4,11 @@ import ctypes
 import logging
 import platform
 
+from tierstore.bounded_log import bounded
+
 __all__ = ["bind_to_node", "keep_from_children", "prefault"]
 
-_logger = logging.getLogger(__name__)
+_logger = bounded(logging.getLogger(__name__))
 
 _MADV_DONTFORK = 10
 _MADV_POPULATE_WRITE = 23  # Linux 5.14

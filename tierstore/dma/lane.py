@@ -12,6 +12,7 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from tierstore.bounded_log import bounded
 from tierstore.dma.cuda_api import CudaApi, Event, Rectangles, Stream
 from tierstore.dma.kernel_table import ROW_BYTES, fill_table, table_at
 from tierstore.dma.methods import TABLE_ROWS, CopyCalls, CopyMethod
@@ -21,7 +22,7 @@ from tierstore.transfer import IntArray
 
 __all__ = ["ENTRIES_MAX", "EventPool", "Lane", "LaneCopy", "LaneProgress", "StreamMark"]
 
-_logger = logging.getLogger(__name__)
+_logger = bounded(logging.getLogger(__name__))
 
 ENTRIES_MAX = 768
 """Plain copies that a stream holds at most, unless a fence hurries, or what counts as so many

@@ -16,6 +16,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from tierstore.bounded_log import bounded
 from tierstore.clock import Clock, MonotonicClock
 from tierstore.dma.cuda_api import CudaApi
 from tierstore.dma.host_memory import bind_to_node, keep_from_children, prefault
@@ -26,7 +27,7 @@ from tierstore.transfer import IntArray
 
 __all__ = ["PIECE_BYTES", "SPAWN_MAX", "PoolPinner", "Spawn"]
 
-_logger = logging.getLogger(__name__)
+_logger = bounded(logging.getLogger(__name__))
 
 Spawn = Callable[[Callable[[], None]], None]
 """Runs a task in a background thread."""

@@ -7,6 +7,7 @@ from contextlib import ExitStack, suppress
 
 import numpy as np
 
+from tierstore.bounded_log import bounded
 from tierstore.dma.cuda_api import CudaApi, DirectedRuns
 from tierstore.dma.kernel_table import ROW_BYTES, fill_table, table_at
 from tierstore.dma.methods import CopyDirection, CopyMethod
@@ -14,7 +15,7 @@ from tierstore.errors import DeviceError
 
 __all__ = ["drop_failing_methods"]
 
-_logger = logging.getLogger(__name__)
+_logger = bounded(logging.getLogger(__name__))
 
 _SIZES = np.array([4096, 291, 16, 1])
 """Of runs one after the other: aligned and not, with tails."""

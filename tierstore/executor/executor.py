@@ -10,6 +10,7 @@ from typing import Self
 
 from tierstore.backend.opening import BackendOpener, open_backend
 from tierstore.backend.protocol import Backend
+from tierstore.bounded_log import bounded
 from tierstore.clock import Clock, MonotonicClock
 from tierstore.config import StoreConfig
 from tierstore.dma.opening import open_copy_engine
@@ -39,7 +40,7 @@ from tierstore.transfer import (
 
 __all__ = ["TransferExecutor"]
 
-_logger = logging.getLogger(__name__)
+_logger = bounded(logging.getLogger(__name__))
 
 _CLOSE_TIMEOUT_SECONDS = 30.0
 _CLOSE_MOMENT_SECONDS = 1.0

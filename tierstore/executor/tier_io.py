@@ -40,4 +40,8 @@ class TierIo:
         self.progress = TierProgress(config.io.threads, config.io.deadline_seconds)
         """Guarded by the executor's lock."""
         self.pool = IoPool(config.io.threads, f"tierstore-{config.name}")
-        self.pool.open()
+        try:
+            self.pool.open()
+        except BaseException:
+            late.close()
+            raise

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from tierstore.bounded_log import bounded
 from tierstore.clock import Clock
 from tierstore.key import Namespace
 from tierstore.layout import GroupKind, GroupSpec
@@ -29,7 +30,7 @@ __all__ = [
     "PrefixAnswer",
 ]
 
-_logger = logging.getLogger(__name__)
+_logger = bounded(logging.getLogger(__name__))
 
 WAIT_COUNT_MAX = 16
 """Times, and `WAIT_SECONDS_MAX`: a request is told to ask again while chunks are arriving, or while

@@ -3,6 +3,7 @@
 import logging
 
 from tierstore.backend.inventory import stored_segments, trim_segments
+from tierstore.bounded_log import bounded
 from tierstore.config import SecondaryConfig
 from tierstore.errors import (
     CatalogDamagedError,
@@ -29,7 +30,7 @@ from tierstore.tier.space import Space
 
 __all__ = ["enter_manifest", "enter_owner", "enter_state", "require_version"]
 
-_logger = logging.getLogger(__name__)
+_logger = bounded(logging.getLogger(__name__))
 
 _BACKENDS = ("file", "lmdb")
 

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from tierstore.bounded_log import bounded
 from tierstore.clock import Clock
 from tierstore.errors import (
     BackendCorruptError,
@@ -45,7 +46,7 @@ from tierstore.transfer import FailureReason, PageRun, Place
 
 __all__ = ["CatalogWriter"]
 
-_logger = logging.getLogger(__name__)
+_logger = bounded(logging.getLogger(__name__))
 
 _WAITING_MAX = 1024
 _SYNC_SECONDS = 5.0

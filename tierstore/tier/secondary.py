@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Self
 
+from tierstore.bounded_log import bounded
 from tierstore.clock import MonotonicClock
 from tierstore.config import SecondaryConfig
 from tierstore.errors import BackendError, CatalogError
@@ -35,7 +36,7 @@ from tierstore.transfer import Place
 
 __all__ = ["SecondaryTier"]
 
-_logger = logging.getLogger(__name__)
+_logger = bounded(logging.getLogger(__name__))
 
 _CLOSE_SECONDS = 30.0
 _ADVICE_WAITING_MAX = 1024

@@ -18,8 +18,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from tierstore.bounded_log import bounded
 from tierstore.config import StoreConfig, load_config
 from tierstore.errors import ConfigError
+from tierstore.quoting import quoted
 from tierstore_vllm.identity import check_block_hashes
 from tierstore_vllm.local import local_workers
 from tierstore_vllm.messages import StepMetadata, WorkerReport
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TierStoreConnector"]
 
-_logger = logging.getLogger(__name__)
+_logger = bounded(logging.getLogger(__name__))
 
 _CONFIG_KEY = "tierstore.config"
 
@@ -287,7 +289,7 @@ def _load_store_config(transfer_config: "KVTransferConfig") -> StoreConfig:
     if transfer_config.kv_role != "kv_both":
         raise ConfigError(
             f"kv_role: expected 'kv_both', since tierstore both offloads and loads, "
-            f"got {transfer_config.kv_role!r}"
+            f"got {quoted(transfer_config.kv_role)}"
         )
     extra = transfer_config.kv_connector_extra_config
     source = extra.get(_CONFIG_KEY)
@@ -295,7 +297,7 @@ def _load_store_config(transfer_config: "KVTransferConfig") -> StoreConfig:
         # Another key is a slip or another connector's: what it asks for would not happen.
         raise ConfigError(
             f"kv_connector_extra_config: expected the one key {_CONFIG_KEY!r} with the path of a "
-            f"YAML file or the same mapping inline, got {extra}"
+            f"YAML file or the same mapping inline, got {quoted(extra)}"
         )
     return load_config(source)
 

@@ -4,6 +4,7 @@ import importlib
 import logging
 from collections.abc import Mapping
 
+from tierstore.bounded_log import bounded
 from tierstore.errors import ConfigError
 
 __all__ = [
@@ -15,7 +16,7 @@ __all__ = [
     "missing_names",
 ]
 
-_logger = logging.getLogger(__name__)
+_logger = bounded(logging.getLogger(__name__))
 
 TESTED_VERSIONS = ("0.32", "0.33")
 

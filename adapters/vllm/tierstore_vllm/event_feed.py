@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from tierstore.bounded_log import bounded
 from tierstore.key import Namespace
 from tierstore.planner import EngineStep
 from tierstore.tier.residency import ResidencyLog
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EventFeed"]
 
-_logger = logging.getLogger(__name__)
+_logger = bounded(logging.getLogger(__name__))
 
 
 class EventFeed:

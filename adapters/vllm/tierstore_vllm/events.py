@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
+from tierstore.bounded_log import bounded
 from tierstore.config import StoreConfig
 from tierstore.key import Namespace, OffloadKey, get_offload_block_hash, get_offload_group_idx
 from tierstore.layout import GroupSpec
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EventGroup", "EventSource", "TokenSpan", "describe_event_groups"]
 
-_logger = logging.getLogger(__name__)
+_logger = bounded(logging.getLogger(__name__))
 
 
 def _optional(module: str, name: str) -> Any:

@@ -20,6 +20,7 @@ from tierstore.layout import (
     GroupKind,
 )
 from tierstore.manifest import GroupManifest, Manifest
+from tierstore.quoting import named
 from tierstore_vllm.identity import describe_identity
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def describe_worker(
         raise LayoutError(str(error)) from error
     except Exception as error:  # whatever vLLM's objects raise when they are not as expected
         raise LayoutError(
-            f"the KV caches are not as vLLM 0.32 and 0.33 describe them: {error!r}"
+            f"the KV caches are not as vLLM 0.32 and 0.33 describe them: {named(error)}"
         ) from error
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, overload
 
 import xxhash
 
+from tierstore.bounded_log import bounded
 from tierstore_vllm.messages import Adapter, AdapterClaim, AdapterUse
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ASK_COUNT_MAX", "AdaptedHashes", "AdapterRequests"]
 
-_logger = logging.getLogger(__name__)
+_logger = bounded(logging.getLogger(__name__))
 
 ASK_COUNT_MAX = 2
 """Times a request is told to ask again while the ranks have not said what its adapter is.

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
+from tierstore.bounded_log import bounded
+from tierstore.quoting import named
 from tierstore_vllm.engine_names import LORA_NAMES, missing_names
 from tierstore_vllm.messages import Adapter, AdapterClaim, AdapterUse
 
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ADAPTER_COUNT_MAX", "LoraWatch", "digest_adapter", "file_states"]
 
-_logger = logging.getLogger(__name__)
+_logger = bounded(logging.getLogger(__name__))
 
 ADAPTER_COUNT_MAX = 4096
 """Adapters that a rank tells of; requests of further ones are not cached."""
@@ -69,6 +71,8 @@ class LoraWatch:
         self._told: dict[Adapter, tuple[int, bytes]] = {}
         """The id under which each adapter was last used, and the digest that was told."""
         self._uses: list[AdapterUse] = []
+        self._logged: set[str] = set()
+        """Classes of the exceptions that an adapter's digest has ended in."""
 
     def open(self) -> None:
         """Begin to watch; before the engine can be asked to load an adapter."""
@@ -131,9 +135,7 @@ class LoraWatch:
         try:
             digest = digest_adapter(request, model, self._config)
         except Exception as error:  # noqa: BLE001 - below it is vLLM's step
-            _logger.warning(
-                "requests of a LoRA adapter are not cached: name=%s cause=%r", adapter.name, error
-            )
+            self._log(adapter, error)
         if files != file_states(adapter.path):
             files = None
         self._manager = manager
@@ -145,6 +147,17 @@ class LoraWatch:
         others = [other for other, (i, _) in self._told.items() if i == request.lora_int_id]
         for told in {adapter, *others}:
             self._tell(told, request.lora_int_id, digest)
+
+    def _log(self, adapter: Adapter, error: Exception) -> None:
+        cause = type(error).__name__
+        if cause not in self._logged:
+            self._logged.add(cause)
+            _logger.warning(
+                "requests of a LoRA adapter are not cached: name=%s cause=%s "
+                "(further ones are not told of)",
+                adapter.name,
+                named(error),
+            )
 
     def on_use(self, request: "LoRARequest") -> None:
         """Take note that requests of this adapter are computed from now on."""

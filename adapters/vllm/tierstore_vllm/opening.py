@@ -14,9 +14,11 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
+from tierstore.bounded_log import bounded
 from tierstore.config import StoreConfig
 from tierstore.errors import ConfigError, TierStoreError
 from tierstore.manifest import Manifest
+from tierstore.quoting import named
 from tierstore_vllm.drain import drain
 from tierstore_vllm.events import describe_event_groups
 from tierstore_vllm.layout import describe_engine
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ASKING_STEPS_MAX", "Opening"]
 
-_logger = logging.getLogger(__name__)
+_logger = bounded(logging.getLogger(__name__))
 
 ASKING_STEPS_MAX = 64
 """Steps for which requests wait for the ranks' answers, and the engine steps for these alone.
@@ -118,7 +120,7 @@ class Opening:
             return None
         except Exception as error:  # the outermost frame below the engine
             _logger.exception("the engine could not be described")
-            self._refuse(repr(error))
+            self._refuse(named(error))
             return None
         self._introduce(half)
         return half

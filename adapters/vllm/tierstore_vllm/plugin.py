@@ -7,9 +7,12 @@ that were given with a module path; so looking up the class registers it, too.
 
 import logging
 
+from tierstore.bounded_log import bounded
+from tierstore.quoting import named
+
 __all__ = ["CONNECTOR_NAME", "register"]
 
-_logger = logging.getLogger(__name__)
+_logger = bounded(logging.getLogger(__name__))
 
 CONNECTOR_NAME = "TierStoreConnector"
 
@@ -24,5 +27,7 @@ def register() -> None:
         pass  # it is known already
     except Exception as error:  # noqa: BLE001 - a plug-in's outermost frame; vLLM must go on
         _logger.warning(
-            "%s cannot be named without kv_connector_module_path: cause=%r", CONNECTOR_NAME, error
+            "%s cannot be named without kv_connector_module_path: cause=%s",
+            CONNECTOR_NAME,
+            named(error),
         )

@@ -17,12 +17,13 @@ import functools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from tierstore.bounded_log import bounded
 from tierstore.clock import MonotonicClock
 from tierstore.config import OffloadConfig, StoreConfig
 from tierstore.manifest import Manifest
@@ -35,6 +36,7 @@ from tierstore.planner import (
     OffloadPlanner,
     PlannedStep,
 )
+from tierstore.quoting import quoted
 from tierstore.tier.opening import open_stack
 from tierstore.tier.residency import ResidencyLog
 from tierstore.tier.stack import TierStack
@@ -54,7 +56,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SchedulerHalf"]
 
-_logger = logging.getLogger(__name__)
+_logger = bounded(logging.getLogger(__name__))
 
 _FAILURE_COUNT_MAX = 8
 """Failed hooks of single requests after which nothing is cached any more."""
@@ -102,18 +104,6 @@ class _SetAside:
     blocks: "KVCacheBlocks"
     held_tokens: int | None
     """What vLLM itself had of the request; None: it did not look, its tokens are computed."""
-
-
-def _may_be_cached(request: "Request") -> bool:
-    """Read the request's own parameter; what cannot be understood is not cached."""
-    value = (request.kv_transfer_params or {}).get(_CACHE_PARAM, True)
-    if not isinstance(value, bool):
-        _logger.warning(
-            "request is not cached: kv_transfer_params.%s=%r, expected true or false",
-            _CACHE_PARAM,
-            value,
-        )
-    return value is True
 
 
 class SchedulerHalf:
@@ -173,6 +163,7 @@ class SchedulerHalf:
         self._last_report: WorkerReport | None = None
         self._failure_count = 0
         self._failure_causes: set[tuple[str, str]] = set()
+        self._has_told_of_params = False
         self.has_given_up = False
 
     @classmethod
@@ -219,9 +210,23 @@ class SchedulerHalf:
         nothing is cached for it. One with a LoRA adapter is unknown to the planner until the ranks
         have told which weights stand behind the adapter's name.
         """
-        if _may_be_cached(request):
+        if self._may_be_cached(request):
             self._requests[request.request_id] = request
             self._introduce(request)
+
+    def _may_be_cached(self, request: "Request") -> bool:
+        """Read the request's own parameter; what cannot be understood is not cached."""
+        params = request.kv_transfer_params or {}
+        value = params.get(_CACHE_PARAM, True) if isinstance(params, Mapping) else params
+        if not isinstance(value, bool) and not self._has_told_of_params:
+            self._has_told_of_params = True  # each request may bring one
+            _logger.warning(
+                "request is not cached: kv_transfer_params.%s=%s, expected true or false "
+                "(further ones are not told of)",
+                _CACHE_PARAM,
+                quoted(value),
+            )
+        return value is True
 
     def _introduce(self, request: "Request") -> None:
         hashes = self._adapters.hashes(request)

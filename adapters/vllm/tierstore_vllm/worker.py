@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
+from tierstore.bounded_log import bounded
 from tierstore.config import StoreConfig
 from tierstore.errors import ConfigError, DeviceError, LayoutError, TierStoreError
 from tierstore.executor import TransferExecutor
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters
+from tierstore.quoting import named
 from tierstore.tier.opening import check_tiers
 from tierstore.transfer import (
     Command,
@@ -51,7 +53,7 @@ if TYPE_CHECKING:
 
 __all__ = ["WorkerHalf"]
 
-_logger = logging.getLogger(__name__)
+_logger = bounded(logging.getLogger(__name__))
 
 _DRAIN_SECONDS = 30.0
 """How long sleep and shutdown wait for what was accepted."""
@@ -105,13 +107,11 @@ class WorkerHalf:
             self._open_watch()
         except (LayoutError, DeviceError) as error:
             self._hello = WorkerHello(None, str(error))
-        except MemoryError as error:
-            raise ConfigError(f"primary.capacity: lower it, {error}") from error
         except TierStoreError:
             raise
         except Exception as error:  # the outermost frame below the engine
             _logger.exception("KV caches could not be described, this rank caches nothing")
-            self._hello = WorkerHello(None, f"a worker failed: {error!r}")
+            self._hello = WorkerHello(None, f"a worker failed: {named(error)}")
             executor, self._executor = self._executor, None
             if executor is not None:
                 executor.close()

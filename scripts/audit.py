@@ -1,0 +1,149 @@
+"""Ask whether what tierstore depends on has known vulnerabilities: its core, and its extras.
+
+    .venv/bin/python scripts/audit.py
+
+Audits the installed versions of what `pyproject.toml` declares, and of what that needs; an engine
+and its own tree are not ours to audit. Ends with 1 if a vulnerability is known. Without a network,
+or where the service knows none of the packages, says so in a line that begins with `audit: skipped`
+and ends with 0: a check must be possible offline, and an audit that did not happen must be seen.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parent.parent
+SKIPPED_EXTRAS = ("dev", "testing")
+"""What only a developer's machine has."""
+
+LIMIT_SECONDS = 180
+SOCKET_SECONDS = 15
+NETWORK_WORDS = (
+    "ConnectionError",
+    "ConnectTimeout",
+    "HTTPError",
+    "Max retries exceeded",
+    "NameResolutionError",
+    "ProxyError",
+    "ReadTimeout",
+    "SSLError",
+    "timed out",
+)
+TAIL_CHARS = 2_000
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is printed, and the exit status."""
+
+    lines: tuple[str, ...]
+    status: int
+
+
+def main() -> int:
+    """Audit, print the verdict, and return the exit status."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        pinned = dict(installed(declared(tomllib.load(file)["project"])))
+    verdict = audit([f"{name}=={version}" for name, version in sorted(pinned.items())])
+    print("\n".join(verdict.lines))
+    return verdict.status
+
+
+def declared(project: Mapping[str, object]) -> list[Requirement]:
+    """Return what a project says that its users need."""
+    core, extras = project["dependencies"], project["optional-dependencies"]
+    assert isinstance(core, list)
+    assert isinstance(extras, dict)
+    lists = [core, *(extra for name, extra in extras.items() if name not in SKIPPED_EXTRAS)]
+    return [Requirement(text) for texts in lists for text in texts]
+
+
+def installed(wanted: Sequence[Requirement]) -> Iterator[tuple[str, str]]:
+    """Yield name and version of what is installed of `wanted`, and of all that it needs."""
+    waiting, seen = list(wanted), set()
+    while waiting:
+        requirement = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        key = (name, frozenset(requirement.extras))
+        if key in seen:
+            continue
+        seen.add(key)
+        try:
+            found = metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            continue  # of an extra that this environment was made without
+        # Builds of an index of their own, such as 2.13.0+cpu, are known by their public version.
+        yield name, Version(found.version).public
+        extras = {"", *requirement.extras}
+        for text in found.requires or ():
+            needed = Requirement(text)
+            marker = needed.marker
+            if marker is None or any(marker.evaluate({"extra": extra}) for extra in extras):
+                waiting.append(needed)
+
+
+def audit(pinned: Sequence[str]) -> Verdict:
+    """Ask pip-audit about versions."""
+    with tempfile.TemporaryDirectory() as folder:
+        requirements = Path(folder) / "requirements.txt"
+        requirements.write_text("\n".join(pinned) + "\n")
+        command = [
+            *(sys.executable, "-m", "pip_audit", "--requirement", str(requirements)),
+            *("--no-deps", "--disable-pip", "--format", "json", "--progress-spinner", "off"),
+            *("--timeout", str(SOCKET_SECONDS)),
+        ]
+        try:
+            done = subprocess.run(command, text=True, capture_output=True, timeout=LIMIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            return skipped(f"no answer in {LIMIT_SECONDS} s")
+    return verdict_of(done.stdout, done.stderr)
+
+
+def verdict_of(output: str, errors: str) -> Verdict:
+    """Read what pip-audit has printed: its report, or why there is none."""
+    try:
+        packages = json.loads(output)["dependencies"]
+    except (ValueError, KeyError):
+        return _without_report(errors)
+    known = [package for package in packages if "skip_reason" not in package]
+    unknown = [str(package["name"]) for package in packages if "skip_reason" in package]
+    vulnerable = [
+        f"audit: {package['name']} {package['version']}: {found['id']}, mended in "
+        f"{', '.join(found['fix_versions']) or 'no version yet'}"
+        for package in known
+        for found in package["vulns"]
+    ]
+    if not known:
+        return skipped(f"the service knows none of {len(unknown)} packages")
+    lines = [f"audit: {len(known)} packages, {len(vulnerable)} known vulnerabilities", *vulnerable]
+    if unknown:
+        lines.append(f"audit: skipped {', '.join(unknown)}: not known to the service")
+    return Verdict(tuple(lines), 1 if vulnerable else 0)
+
+
+def _without_report(errors: str) -> Verdict:
+    if "No module named pip_audit" in errors:
+        return skipped("pip-audit is not installed: pip install 'tierstore[dev]'")
+    words = [word for word in NETWORK_WORDS if word in errors]
+    if words:
+        return skipped(f"no network, or no service ({', '.join(words)})")
+    return Verdict((f"audit: failed: {errors[-TAIL_CHARS:]}",), 1)
+
+
+def skipped(why: str) -> Verdict:
+    """Return the verdict of an audit that did not happen."""
+    return Verdict((f"audit: skipped, nothing was audited: {why}",), 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
