@@ -8,6 +8,7 @@
     |   +-- BackendFullError   no space left although it was reserved (ENOSPC, quota)
     |   |   +-- BackendMapFullError   the database, not the device, is as large as it may be
     |   +-- BackendCorruptError   a database file is damaged, or of another format
+    |   +-- BackendBusyError   another process or thread keeps a database for too long; names it
     +-- DeviceError      the GPU or its driver refused a call
     |   +-- DeviceBusyError   only for now: a CUDA graph is being captured; try again later
     +-- CatalogError     the directory of a secondary tier cannot be opened or written
@@ -21,6 +22,7 @@ Expected refusals (cache full, key absent, queue full) are values, never excepti
 """
 
 __all__ = [
+    "BackendBusyError",
     "BackendCorruptError",
     "BackendError",
     "BackendFullError",
@@ -70,6 +72,10 @@ class BackendMapFullError(BackendFullError):
 
 class BackendCorruptError(BackendError):
     """A database file is damaged, or of another format."""
+
+
+class BackendBusyError(BackendError):
+    """Another process or thread keeps a database for too long; the message names it."""
 
 
 class DeviceError(TierStoreError):

@@ -29,7 +29,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-from tierstore.errors import BackendError
+from tierstore.errors import BackendBusyError, BackendError
 
 __all__ = [
     "LIBRARY_LOCK_NAME",
@@ -72,7 +72,7 @@ def opening_lock(directory: Path, *, wait_seconds_max: float) -> Iterator[None]:
     with _locked_file(directory / _OPENING_LOCK_NAME) as descriptor:
         while not _try_flock(descriptor):
             if time.monotonic() >= deadline:
-                raise BackendError(
+                raise BackendBusyError(
                     f"{directory}: could not be opened within {wait_seconds_max:g} s: another "
                     f"process{_named_process(descriptor)} is opening it; end it if it is stuck"
                 )
@@ -169,7 +169,7 @@ def library_lock(directory: Path, *, wait_seconds_max: float) -> Iterator[Librar
         _require_own_process_id(directory, lock)
         while not lock.try_lock():
             if time.monotonic() >= deadline:
-                raise BackendError(
+                raise BackendBusyError(
                     f"{directory}: could not be opened within {wait_seconds_max:g} s: another "
                     f"program (process id {lock.holder_of(0)}) prepares {LIBRARY_LOCK_NAME}; end "
                     "it if it is stuck"
