@@ -64,6 +64,7 @@ _FileId: TypeAlias = tuple[int, int]
 """Device and inode of a directory, whatever its path."""
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
+_GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 _READERS_MAX = 126
 _DATABASES_MAX = 16
 _FILE_MODE = 0o600
@@ -253,6 +254,17 @@ class LmdbEnv:
     def is_of(self, directory: Path) -> bool:
         """Return whether a directory still holds files of this environment."""
         return bool(self._file_ids & lmdb_file.file_ids(directory))
+
+    def is_lost(self) -> bool:
+        """Return whether the data file is no longer where it was: removed, moved, or unmounted.
+
+        False also where nobody can tell, for the device fails.
+        """
+        try:
+            status = (self.directory / "data.mdb").stat()
+        except OSError as error:
+            return error.errno in _GONE
+        return (status.st_dev, status.st_ino) not in self._file_ids
 
     def distrust(self, cause: str) -> None:
         """Let the next one who has the environment for himself start anew: its rows are wrong."""

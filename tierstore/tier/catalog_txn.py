@@ -23,6 +23,7 @@ from tierstore.tier.catalog_schema import (
 )
 from tierstore.tier.floors import Floors
 from tierstore.tier.namespaces import Namespaces
+from tierstore.tier.orphans import release_orphans
 from tierstore.tier.space import Space
 from tierstore.tier.sweep import Sweep
 
@@ -226,6 +227,10 @@ class CatalogTxn:
                 self.space.close_segment(segment)
                 self.space.trim_segment(segment)
         return releases
+
+    def charge_orphans(self, segments: Mapping[int, int]) -> bool:
+        """Charge the segments without a row; whoever recovers next releases them (`orphans`)."""
+        return release_orphans(self._txn, self._databases, self.space.state, segments)
 
     def sweep(self, sweep: Sweep) -> Sweep:
         """Remove some garbage; return how far the pass has come once this is committed."""

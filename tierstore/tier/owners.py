@@ -6,6 +6,7 @@ drops a lock when its process dies, however it dies. An id is never used twice, 
 rows in the catalog only while his file is locked or after his death.
 """
 
+import errno
 import fcntl
 import os
 import threading
@@ -23,6 +24,8 @@ __all__ = ["OwnerLock", "OwnerLocks", "bury_dead", "is_owner_dead"]
 _JOIN_ATTEMPTS = 50
 _JOIN_PAUSE_SECONDS = 0.01
 """Somebody who looks whether an owner is dead has his lock for a moment."""
+
+_GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 
 _held: "weakref.WeakSet[OwnerLock]" = weakref.WeakSet()
 
@@ -88,13 +91,25 @@ class OwnerLock:
         os.close(descriptor)
         return None
 
+    def is_in_place(self) -> bool:
+        """Return whether the locked file is still where others look for it.
+
+        True also where nobody can tell, for the device fails.
+        """
+        try:
+            ours, theirs = os.fstat(self._descriptor), self._path.stat()
+        except OSError as error:
+            return error.errno not in _GONE
+        return os.path.samestat(ours, theirs)
+
     def close(self) -> None:
         """Give up the lock, and remove the file if nobody else holds it; idempotent."""
         if self._descriptor >= 0:
             # Left to the next opener otherwise: a rank may write on.
             with suppress(OSError):
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self._path.unlink(missing_ok=True)
+                if self.is_in_place():
+                    self._path.unlink(missing_ok=True)
             self.leave_to_parent()
 
     def leave_to_parent(self) -> None:
@@ -111,22 +126,33 @@ class OwnerLocks:
         self._tier_path = tier_path
         self._lock = threading.Lock()
         self._locks: dict[int, OwnerLock] = {}
+        self._is_shared = self._has_catalog()
 
     def hold(self, owner: int) -> bool:
         """Return whether the owner lives, and let him live until `close`; thread-safe.
 
-        False: somebody may have taken over his places, so nothing may be written there. Where no
-        catalog lies below the path it is of another machine, and nobody shares it here.
+        False: somebody may have taken over his places, so nothing may be written there; or the path
+        was removed, and what comes there is somebody else's. Where no catalog was ever seen below
+        the path it is of another machine, and nobody shares it here.
         """
         with self._lock:
-            if owner in self._locks:
-                return True
-            if not (self._tier_path / "catalog").exists():
+            held = self._locks.get(owner)
+            if held is not None:
+                if held.is_in_place():
+                    return True
+                del self._locks[owner]
+                held.close()
+                return False
+            self._is_shared = self._is_shared or self._has_catalog()
+            if not self._is_shared:
                 return True
             lock = OwnerLock.join(self._tier_path / "owners", owner)
             if lock is not None:
                 self._locks[owner] = lock
             return lock is not None
+
+    def _has_catalog(self) -> bool:
+        return (self._tier_path / "catalog").exists()
 
     def close(self) -> None:
         """Give up all locks; idempotent."""
