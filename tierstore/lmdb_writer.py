@@ -55,6 +55,8 @@ class WriterLock:
         with regular_file(directory / _NAME, os.O_RDWR | os.O_CREAT) as descriptor:
             self._descriptor = os.dup(descriptor)
         self._stuck_holder: int | None = None
+        """Who was waited for in vain, and has not let go since."""
+        self._stuck_since = 0.0
         self._released_at = -_TURN_SECONDS
 
     def acquire(self) -> None:
@@ -108,11 +110,12 @@ class WriterLock:
         began_at = since = time.monotonic()
         while True:
             now = time.monotonic()
-            is_stuck = holder == self._stuck_holder and now - since >= _STUCK_SECONDS
-            if now >= until or (is_stuck and holder is not None):
-                if now - since >= (now - began_at) / 2:
-                    self._stuck_holder = holder  # else there is traffic, and nobody is stuck
-                raise self._busy(holder, now - since)
+            is_known = holder is not None and holder == self._stuck_holder
+            if now >= until or (is_known and now - began_at >= _STUCK_SECONDS):
+                if not is_known and now - since >= (now - began_at) / 2:
+                    # Else there is traffic, and nobody is stuck.
+                    self._stuck_holder, self._stuck_since = holder, since
+                raise self._busy(holder, now - (self._stuck_since if is_known else since))
             time.sleep(pause)
             pause = min(2 * pause, _PAUSE_SECONDS_MAX)
             if self._try_lock():
