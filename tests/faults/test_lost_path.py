@@ -81,7 +81,19 @@ def replace(path):
     path.mkdir()
 
 
-@pytest.mark.parametrize("lose", [remove, replace])
+def remove_owners(path):
+    shutil.rmtree(path / "owners")
+
+
+def remove_catalog(path):
+    shutil.rmtree(path / "catalog")
+
+
+def remove_database(path):
+    (path / "catalog" / "data.mdb").unlink()
+
+
+@pytest.mark.parametrize("lose", [remove, replace, remove_owners, remove_catalog, remove_database])
 def test_a_lost_path_is_opened_anew_by_those_who_use_it(tmp_path, backend, lose, caplog):
     path = tmp_path / "tier"
     with opened(path, backend) as store, sampled(path):
@@ -170,6 +182,41 @@ def test_engines_in_processes_follow_a_second_one_that_opens_the_path_anew(tmp_p
     with opened(path, backend) as store, sampled(path):
         fill(store, 50_000)
         assert store.check() == []
+
+
+@pytest.fixture
+def mount(tmp_path):
+    """Return a function that mounts a fresh file system, and one that takes it away."""
+    path = tmp_path / "mounted"
+    path.mkdir()
+
+    def mount():
+        command = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", path]
+        if subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("needs to mount")
+        return path
+
+    def unmount():
+        subprocess.run(["umount", "-l", path], check=True)
+
+    yield mount, unmount
+    while path.is_mount():
+        unmount()
+
+
+def test_an_unmounted_path_is_used_again_when_it_is_mounted(mount, backend):
+    mount, unmount = mount
+    path = mount()
+    with opened(path, backend) as store:
+        assert is_recorded(store, path, range(16))
+        unmount()
+        assert within_seconds(lambda: not store.stats().secondary["disk"].is_open)
+        assert not is_recorded(store, path, range(16, 32))
+        assert list(path.iterdir()) == [], "nothing is written beside a missing mount"
+        mount()
+        assert within_seconds(lambda: is_recorded(store, path, range(32)))
+        assert store.check() == []
+        assert du(path) <= CAPACITY
 
 
 def test_a_path_without_its_parent_is_waited_for(tmp_path, backend):

@@ -80,8 +80,9 @@ class CatalogDesk:
         match news:
             case CatalogOpened(opened):
                 self._begin(opened)
-            case CatalogLost(opened):
+            case CatalogLost(opened, is_given_up):
                 self._lose(opened)
+                is_given_up.set()
             case CatalogFound(opened, segments):
                 if opened is self.opened:
                     opened.writer.adopt_orphans(segments)

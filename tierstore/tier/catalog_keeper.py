@@ -35,6 +35,9 @@ __all__ = [
 
 _logger = logging.getLogger(__name__)
 
+_WAIT_SECONDS = 0.1
+"""Between two looks whether this shall end."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenCatalog:
@@ -56,6 +59,8 @@ class CatalogLost:
     """From now on it is nobody's: it has to be closed."""
 
     opened: OpenCatalog
+    is_given_up: threading.Event
+    """To be set when nothing more is written to it; nothing is opened before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,8 +241,11 @@ class CatalogKeeper:
         if opened.catalog.is_lost():
             self._opened = None
             self._complain(f"{self._path}: was removed, moved or unmounted while it was in use")
+            is_given_up = threading.Event()
             with suppress(ClosedError):
-                self._tell(CatalogLost(opened))
+                self._tell(CatalogLost(opened, is_given_up))
+            while not (self._is_closing or is_given_up.wait(_WAIT_SECONDS)):
+                pass
         elif time.monotonic() >= self._orphans_at:
             self._orphans_at = time.monotonic() + self._pace.orphans_seconds
             with suppress(BackendError, ClosedError):  # the next search may see more

@@ -83,11 +83,17 @@ class CatalogReads:
             self._step_count += 1
             yield item
 
-    def wait(self, reading: Reading[Answer], seconds: float) -> bool:
-        """Wait until a read is done; False: time is up, or nothing has moved for so long."""
+    def wait(
+        self, reading: Reading[Answer], seconds: float, stuck_seconds: float | None = None
+    ) -> bool:
+        """Wait until a read is done.
+
+        False: time is up, or nothing has moved for `stuck_seconds` (None: as long).
+        """
+        stuck_seconds = seconds if stuck_seconds is None else stuck_seconds
         until = time.monotonic() + seconds
         while not reading.is_done:
-            if self.is_stuck(seconds) or time.monotonic() >= until:
+            if self.is_stuck(stuck_seconds) or time.monotonic() >= until:
                 return reading.is_done
             with self._lock:
                 if not reading.is_done:

@@ -105,11 +105,14 @@ class CatalogTxn:
         pending_id = self.space.pending.add(PendingRow(self.space.owner, extents=extents))
         return Ticket(tuple(keys), records, extents, pending_id)
 
-    def commit(self, ticket: Ticket, failed: Collection[int]) -> None:
+    def commit(self, ticket: Ticket, failed: Collection[int]) -> bool:
         """Publish a ticket's records but the failed ones and those that another process has.
 
-        The last key becomes the oldest, so that a prefix loses its tail first.
+        The last key becomes the oldest, so that a prefix loses its tail first. False: somebody has
+        taken us for dead, and the places for free.
         """
+        if self.space.pending.find(ticket.pending_id) is None:
+            return False
         self.space.pending.remove(ticket.pending_id)
         living = self.space.end_writing(ticket.extents)
         self.space.add_extents(living)
@@ -131,6 +134,7 @@ class CatalogTxn:
         failed_places = places[written & ~good]
         if len(failed_places):
             self.space.free_places(failed_places)
+        return True
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Make recorded keys the youngest, in order; count one use each."""

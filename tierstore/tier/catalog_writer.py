@@ -227,7 +227,7 @@ class CatalogWriter:
 
     def _transact(self, batch: Sequence[Operation], *, is_held_back: bool = False) -> bool:
         """Apply a batch, place what waits, evict ahead; return whether more must be evicted."""
-        closed: list[int] = []
+        closed: dict[int, FailureReason | None] = {}
         opened: dict[int, Ticket] = {}
         waiting = self.waiting.copy()
         events: list[SecondaryEvent] = []
@@ -254,20 +254,23 @@ class CatalogWriter:
         self._sweep = None if sweep is None or sweep.is_over else sweep
         if freed:
             events.append(_freed(freed, work.evicted))
-        for ticket_id in closed:
-            self._answer_commit(ticket_id)
+        for ticket_id, reason in closed.items():
+            self._answer_commit(ticket_id, reason)
         self._answered.difference_update(closed)
         self.events.extend(events)
         self._needs_sync = True
         return has_more
 
-    def _apply(self, work: CatalogTxn, operation: Operation, closed: list[int]) -> None:
+    def _apply(
+        self, work: CatalogTxn, operation: Operation, closed: dict[int, FailureReason | None]
+    ) -> None:
         match operation:
             case CommitTicket(ticket_id, failed):
                 ticket = self._tickets.get(ticket_id)
                 if ticket is not None and ticket_id not in closed:
-                    work.commit(ticket, range(len(ticket.keys)) if failed is None else failed)
-                    closed.append(ticket_id)
+                    lost = range(len(ticket.keys)) if failed is None else failed
+                    is_ours = work.commit(ticket, lost)
+                    closed[ticket_id] = None if is_ours else FailureReason.IO_ERROR
             case TouchKeys(keys):
                 work.touch(keys)
             case RemoveKeys(keys):
@@ -287,7 +290,7 @@ class CatalogWriter:
         self,
         work: CatalogTxn,
         waiting: deque[RequestPlaces],
-        closed: Sequence[int],
+        closed: Iterable[int],
         opened: dict[int, Ticket],
         events: list[SecondaryEvent],
     ) -> None:

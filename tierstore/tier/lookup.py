@@ -26,6 +26,9 @@ STEP_SECONDS_MAX = 0.05
 """One step waits so long in all. A lookup that makes no progress for so long hangs in its device:
 nothing is recorded then, and no step waits, until it has ended."""
 
+_TURN_SECONDS_MAX = 1.0
+"""For a thread that gets no turn, or goes on, places are waited for so long."""
+
 _BATCH_KEYS_MAX = 512
 """Keys of one read transaction of the thread."""
 
@@ -61,7 +64,7 @@ class Lookups:
     def __init__(self, locate: Locate, reads: CatalogReads, *, places_seconds_max: float) -> None:
         """`locate` looks keys up and must not raise; the thread of `reads` calls it.
 
-        `places_seconds_max` bounds what `places` waits for.
+        `places_seconds_max` bounds for how long `places` waits for a lookup without progress.
         """
         self._locate = locate
         self._reads = reads
@@ -104,7 +107,8 @@ class Lookups:
         known, unknown = self._known(keys)
         if unknown and not self._reads.is_stuck(self._places_seconds_max):
             reading = self._reads.ask(partial(self._locate, tuple(unknown)))
-            if self._reads.wait(reading, self._places_seconds_max):
+            seconds = max(self._places_seconds_max, _TURN_SECONDS_MAX)
+            if self._reads.wait(reading, seconds, self._places_seconds_max):
                 known.update(zip(unknown, reading.answer(), strict=True))
         return [known.get(key) for key in keys]
 

@@ -45,7 +45,7 @@ def open_stack(
     not keep the others from being used: it is without its catalog (`SecondaryTier.is_open`) until
     it can be opened. The device of all tiers together is waited for as long as that of one.
 
-    `lookup_seconds_max` bounds what one lookup of places waits for, by default as a read of its
+    `lookup_seconds_max` bounds for how long a lookup of places hangs, by default as a read of its
     tier. `clock` measures for how long a record that failed is not offered; tests give their own,
     and an `open_system` that lets a device fail.
 

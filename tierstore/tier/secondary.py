@@ -1,6 +1,7 @@
 """The control half of one secondary tier: its catalog, behind a mailbox."""
 
 import logging
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
@@ -24,6 +25,7 @@ from tierstore.tier.catalog_messages import (
     Evict,
     ForgetNamespace,
     Freed,
+    Leave,
     Operation,
     ReleaseDone,
     RemoveKeys,
@@ -102,9 +104,11 @@ class SecondaryTier:
             self._reads,
             places_seconds_max=lookup_seconds_max or self._patience_seconds,
         )
-        self._keeper = CatalogKeeper(
-            config.name, config.path, self._open_catalog, self._hear, pace or KeeperPace()
-        )
+        if pace is None:
+            # Each search of an lmdb tier opens its databases, and what is in them is bounded.
+            searches_once = config.backend == "lmdb"
+            pace = KeeperPace(orphans_seconds=math.inf) if searches_once else KeeperPace()
+        self._keeper = CatalogKeeper(config.name, config.path, self._open_catalog, self._hear, pace)
         self._desk = CatalogDesk(config.name, self._reads, self._keeper.look)
         self._mailbox: Mailbox[Operation | CatalogNews | CatalogEnd] = Mailbox(
             f"catalog-{name}", self._desk.handle
@@ -428,6 +432,8 @@ class SecondaryTier:
         if self._reads.close(seconds):
             # Nobody reads the catalog any more, so it can be closed.
             self._mailbox.put(CatalogEnd())
+        else:
+            self._mailbox.put(Leave())
         is_ended = self._mailbox.close(max(0.0, until - time.monotonic()))
         is_ended = self._keeper.close(max(0.0, until - time.monotonic())) and is_ended
         if not is_ended or self.is_open:

@@ -35,6 +35,7 @@ from tierstore.planner import (
     OffloadPlanner,
     PlannedStep,
 )
+from tierstore.tier.lookup import STEP_SECONDS_MAX
 from tierstore.tier.opening import open_stack
 from tierstore.tier.residency import ResidencyLog
 from tierstore.tier.stack import TierStack
@@ -200,6 +201,7 @@ class SchedulerHalf:
             rank_count=shape.rank_count,
             counters=counters,
             residency=residency,
+            lookup_seconds_max=STEP_SECONDS_MAX,
         )
         return cls(
             stack,
