@@ -9,6 +9,7 @@
     |   |   +-- BackendMapFullError   the database, not the device, is as large as it may be
     |   +-- BackendCorruptError   a database file is damaged, or of another format
     |   +-- BackendForeignError   what lies below a tier's path is somebody else's
+    |   +-- BackendBusyError   another process or thread keeps a database for too long; names it
     +-- DeviceError      the GPU or its driver refused a call
     |   +-- DeviceBusyError   only for now: a CUDA graph is being captured; try again later
     +-- CatalogError     the directory of a secondary tier cannot be opened or written
@@ -22,6 +23,7 @@ Expected refusals (cache full, key absent, queue full) are values, never excepti
 """
 
 __all__ = [
+    "BackendBusyError",
     "BackendCorruptError",
     "BackendError",
     "BackendForeignError",
@@ -76,6 +78,10 @@ class BackendCorruptError(BackendError):
 
 class BackendForeignError(BackendError):
     """What lies below a tier's path is somebody else's; a user has to move it away."""
+
+
+class BackendBusyError(BackendError):
+    """Another process or thread keeps a database for too long; the message names it."""
 
 
 class DeviceError(TierStoreError):

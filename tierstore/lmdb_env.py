@@ -4,6 +4,7 @@ An environment must not be opened twice in one process, so openers of one direct
 environment by reference count. Every exception of the library is translated here, and only here.
 """
 
+import errno
 import os
 import re
 import threading
@@ -19,6 +20,7 @@ import lmdb
 from tierstore import lmdb_file
 from tierstore.directory import Directory
 from tierstore.errors import (
+    BackendBusyError,
     BackendCorruptError,
     BackendError,
     BackendFullError,
@@ -27,6 +29,7 @@ from tierstore.errors import (
     TierStoreError,
 )
 from tierstore.lmdb_lock import opening_lock
+from tierstore.lmdb_writer import WriterLock
 from tierstore.marker import open_below
 from tierstore.remedies import FULL, explain, remedy_in
 from tierstore.system import SYSTEM, DatabasePoint, SystemCalls
@@ -52,13 +55,20 @@ else:
     Cursor = lmdb.Cursor
     Database = lmdb._Database  # noqa: SLF001 - exported under this name only
 
-_OPENING_SECONDS_MAX = 30.0
+_OPENING_SECONDS_MAX = 10.0
 """An opener waits so long for others that verify and open the same environment."""
+
+_WRITER_SECONDS_MAX = 5.0
+"""A writer waits so long for others that write to the same environment."""
+
+_MOMENT_SECONDS = 0.1
+"""For another thread that opens or closes is waited at least so long."""
 
 _FileId: TypeAlias = tuple[int, int]
 """Device and inode of a directory, whatever its path."""
 
 _DESCRIPTOR = re.compile(r"/proc/self/fd/\d+:? ?")
+_GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 _READERS_MAX = 126
 _DATABASES_MAX = 16
 _FILE_MODE = 0o600
@@ -143,9 +153,11 @@ class LmdbEnv:
         lock: threading.Lock,
         *,
         system: SystemCalls,
+        writer: WriterLock,
     ) -> None:
         self.directory = files.path
         self._files = files
+        self._writer = writer
         self._system = system
         self.admission = admission
         """What was found in its file when it was opened."""
@@ -169,6 +181,7 @@ class LmdbEnv:
         sealed: bool = False,
         tier: Path | None = None,
         wait_seconds_max: float = _OPENING_SECONDS_MAX,
+        writer_seconds_max: float = _WRITER_SECONDS_MAX,
         system: SystemCalls = SYSTEM,
     ) -> Self:
         """Open or create the environment below `directory`, which is made if needed.
@@ -184,11 +197,12 @@ class LmdbEnv:
         long as the process may not have so many addresses. Of several openers in one process the
         first decides. Nothing is flushed but by `sync`. `readahead`
         is for large values: without it the kernel reads them page by page. `system` is told of the
-        points of its use.
+        points of its use. `writer_seconds_max` bounds how long `write` waits for other writers.
 
         Raises:
-            BackendError: it cannot be opened, or not within `wait_seconds_max`; the message says
-                what to do.
+            BackendBusyError: another process or thread keeps it from being opened for longer than
+                `wait_seconds_max`; the message names it.
+            BackendError: it cannot be opened; the message says what to do.
         """
         _watch_forks()
         try:
@@ -200,7 +214,7 @@ class LmdbEnv:
             status = os.fstat(files.descriptor)
             key = (status.st_dev, status.st_ino)
             lock = cls._lock_of(key)
-            with lock:
+            with _held(lock, directory, wait_seconds_max):
                 shared = cls._find_shared(key, directory)
                 if shared is None:
                     env, admission = _open_env(
@@ -210,7 +224,9 @@ class LmdbEnv:
                         wait_seconds_max=wait_seconds_max,
                         system=system,
                     )
-                    shared = cls._shared[key] = cls(files, env, admission, key, lock, system=system)
+                    writer = _writer_lock(files, env, writer_seconds_max)
+                    shared = cls(files, env, admission, key, lock, system=system, writer=writer)
+                    cls._shared[key] = shared
                 shared._is_sealed |= sealed
                 shared._reference_count += 1
                 return shared  # type: ignore[return-value]
@@ -252,6 +268,7 @@ class LmdbEnv:
                 if self._shared.get(self._key) is self:
                     del self._shared[self._key]
                 self._env.close()
+                self._writer.close()
                 if self._is_sealed and self.is_of(self.directory):
                     lmdb_file.seal(self._files)
                 self._files.close()
@@ -260,17 +277,29 @@ class LmdbEnv:
         """Return whether a directory still holds files of this environment."""
         return bool(self._file_ids & lmdb_file.file_ids(directory))
 
+    def is_lost(self) -> bool:
+        """Return whether the data file is no longer where it was: removed, moved, or unmounted.
+
+        False also where nobody can tell, for the device fails.
+        """
+        try:
+            status = (self.directory / "data.mdb").stat()
+        except OSError as error:
+            return error.errno in _GONE
+        return (status.st_dev, status.st_ino) not in self._file_ids
+
     def distrust(self, cause: str) -> None:
         """Let the next one who has the environment for himself start anew: its rows are wrong."""
         lmdb_file.distrust(self._files, cause)
 
     def database(self, name: bytes) -> Database:
         """Open or create one named database; its handle lives as long as the environment."""
-        with self._translated(), self._lock:
-            handle = self._databases.get(name)
-            if handle is None:
-                handle = self._databases[name] = self._env.open_db(name)
-            return handle
+        handle = self._databases.get(name)
+        if handle is None:
+            with self.write() as txn:  # the library would write without our lock
+                handle = self._env.open_db(name, txn=txn)
+            self._databases[name] = handle
+        return handle
 
     @contextmanager
     def read(self, database: Database | None = None) -> Iterator[Transaction]:
@@ -302,19 +331,26 @@ class LmdbEnv:
     def write(self, database: Database | None = None) -> Iterator[Transaction]:
         """Run the one write transaction of all processes; waits for the others to end theirs.
 
-        Committed at the end of the block, aborted by any exception.
+        Committed at the end of the block, aborted by any exception. Waits for
+        `writer_seconds_max`; for a process that was waited for in vain, and has not let go since,
+        only a moment.
 
         Raises:
+            BackendBusyError: another process or thread does not end its transaction; it is named.
             BackendMapFullError: the map or the transaction is full; nothing was changed.
             BackendFullError: the device is full; nothing was changed.
             BackendError: the library failed; nothing was changed.
         """
         with self._translated():
-            self._system.reach(DatabasePoint.WRITE)
-            with self._env.begin(db=database, write=True) as txn:
-                yield txn
-                self._system.reach(DatabasePoint.COMMIT)
-            self._system.reach(DatabasePoint.COMMITTED)
+            self._writer.acquire()
+            try:
+                self._system.reach(DatabasePoint.WRITE)
+                with self._env.begin(db=database, write=True) as txn:
+                    yield txn
+                    self._system.reach(DatabasePoint.COMMIT)
+                self._system.reach(DatabasePoint.COMMITTED)
+            finally:
+                self._writer.release()
 
     def sync(self) -> None:
         """Flush everything committed to the device.
@@ -358,6 +394,34 @@ class LmdbEnv:
             raise translate(error, self.directory) from error
         except OSError as error:
             raise _translate_os(error, self.directory) from error
+
+
+@contextmanager
+def _held(lock: threading.Lock, directory: Path, seconds_max: float) -> Iterator[None]:
+    """Hold a lock of this process.
+
+    Raises:
+        BackendBusyError: another thread does not give it back.
+    """
+    if not lock.acquire(timeout=max(seconds_max, _MOMENT_SECONDS)):
+        raise BackendBusyError(
+            f"{directory}: another thread of this process has been opening or closing it for "
+            f"{seconds_max:g} s; its device hangs"
+        )
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _writer_lock(files: Directory, env: lmdb.Environment, seconds_max: float) -> WriterLock:
+    try:
+        return WriterLock(files, wait_seconds_max=seconds_max)
+    except BaseException as error:
+        env.close()
+        if isinstance(error, OSError):
+            raise _translate_os(error, files.path) from error
+        raise
 
 
 @cache

@@ -33,7 +33,7 @@ from functools import cache
 
 from tierstore.bounded_log import bounded
 from tierstore.directory import Directory
-from tierstore.errors import BackendError
+from tierstore.errors import BackendBusyError, BackendError
 
 __all__ = [
     "LIBRARY_LOCK_NAME",
@@ -81,7 +81,7 @@ def opening_lock(directory: Directory, *, wait_seconds_max: float) -> Iterator[N
     with _locked_file(directory, _OPENING_LOCK_NAME) as descriptor:
         while not _try_flock(descriptor):
             if time.monotonic() >= deadline:
-                raise BackendError(
+                raise BackendBusyError(
                     f"{directory.path}: could not be opened within {wait_seconds_max:g} s: another "
                     f"process{_named_process(descriptor)} is opening it; end it if it is stuck"
                 )
@@ -209,7 +209,7 @@ def _wait_for(
     patience = min(deadline, time.monotonic() + _BLOCKED_SECONDS)
     while not lock.try_lock() or (lock.is_blocked() and time.monotonic() < patience):
         if time.monotonic() >= deadline:
-            raise BackendError(
+            raise BackendBusyError(
                 f"{directory.path}: could not be opened within {wait_seconds_max:g} s: another "
                 f"program (process id {lock.writer_of(0)}) prepares {LIBRARY_LOCK_NAME}; end "
                 "it if it is stuck"

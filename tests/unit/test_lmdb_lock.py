@@ -126,7 +126,7 @@ def test_two_names_of_one_directory_are_one_environment(tmp_path):
 
 def test_the_files_are_made_for_their_user_alone(tmp_path):
     use(tmp_path)
-    names = {"data.mdb", "lock.mdb", "opening.lock", "seal.bin"}
+    names = {"data.mdb", "lock.mdb", "opening.lock", "seal.bin", "writer.lock"}
     assert {path.name for path in tmp_path.iterdir()} == names
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
 

@@ -3,9 +3,11 @@
 import threading
 
 import pytest
+from waiting import within_seconds
 
 from tierstore.key import Namespace, make_offload_keys
 from tierstore.testing.spread import spread_hashes
+from tierstore.tier.catalog_reads import CatalogReads
 from tierstore.tier.lookup import ASKED_AT_ONCE_MAX, Lookups
 from tierstore.tier.reservation import ChunkState
 from tierstore.transfer import Place
@@ -26,8 +28,8 @@ class Records:
 
     def locate(self, keys):
         self.askers += [threading.current_thread()] * len(keys)
-        if threading.current_thread() is not threading.main_thread():
-            assert self.may_go_on.wait(30)
+        assert threading.current_thread() is not threading.main_thread()
+        assert self.may_go_on.wait(300)
         return [Place(key) if key in self.recorded else None for key in keys]
 
     def states(self, count):
@@ -40,75 +42,81 @@ def records():
 
 
 @pytest.fixture
-def lookups(records):
-    made = Lookups(records.locate, "test")
+def reads(records):
+    made = CatalogReads("test")
     made.open()
     yield made
     records.may_go_on.set()
-    assert made.close(30)
+    assert made.close(300)
 
 
-def finish(lookups):
-    """Let the thread answer what it was asked, and end."""
-    assert lookups.close(30)
+@pytest.fixture
+def lookups(records, reads):
+    return Lookups(records.locate, reads, places_seconds_max=300)
 
 
-def test_a_few_keys_are_looked_up_at_once(records, lookups):
+@pytest.fixture
+def finish(reads):
+    """Return what lets the thread answer all it was asked."""
+    return lambda: reads.wait(reads.ask(list), 300)
+
+
+def test_the_answer_about_a_few_keys_is_waited_for(records, lookups):
     keys = records.keys[:ASKED_AT_ONCE_MAX]
+    assert within_seconds(lambda: ARRIVING not in lookups.states(keys))
     assert lookups.states(keys) == records.states(ASKED_AT_ONCE_MAX)
-    assert set(records.askers) == {threading.main_thread()}
 
 
-def test_many_keys_are_looked_up_by_the_thread_and_once(records, lookups):
+def test_many_keys_are_looked_up_by_the_thread_and_once(records, lookups, finish):
     keys = records.keys[:MANY]
     records.may_go_on.clear()
     assert lookups.states(keys) == [ARRIVING] * MANY
     assert lookups.states(keys) == [ARRIVING] * MANY
     records.may_go_on.set()
-    finish(lookups)
+    finish()
     assert lookups.states(keys) == records.states(MANY)
     assert len(records.askers) == MANY
     assert threading.main_thread() not in records.askers
 
 
-def test_places_come_from_the_answers_and_the_others_from_the_catalog(records, lookups):
+def test_places_come_from_the_answers_and_the_others_from_the_catalog(records, lookups, finish):
     lookups.states(records.keys[:MANY])
-    finish(lookups)
+    finish()
     records.askers.clear()
     places = lookups.places(records.keys[: MANY + 4])
     assert [place is not None for place in places] == [True, False] * (MANY // 2 + 2)
     assert len(records.askers) == 4
 
 
-def test_an_answer_about_a_key_that_was_recorded_since_is_dropped(records, lookups):
+def test_an_answer_about_a_key_that_was_recorded_since_is_dropped(records, lookups, finish):
     lookups.states(records.keys[:MANY])
-    finish(lookups)
+    finish()
     records.recorded.add(records.keys[1])
-    assert lookups.states(records.keys[1:2]) == [ABSENT]
+    assert lookups.places(records.keys[1:2]) == [None]
     lookups.forget(records.keys[1:2])
-    assert lookups.states(records.keys[1:2]) == [RECORDED]
+    assert lookups.places(records.keys[1:2]) == [Place(records.keys[1])]
 
 
 @pytest.mark.parametrize("is_answered", [True, False], ids=["answered", "on_its_way"])
-def test_a_reset_drops_what_was_asked_before_it(records, lookups, is_answered):
+def test_a_reset_drops_what_was_asked_before_it(records, lookups, finish, is_answered):
     keys = records.keys[:MANY]
     records.may_go_on.clear()
     lookups.states(keys)
     if is_answered:
         records.may_go_on.set()
-        finish(lookups)
+        finish()
         assert lookups.states(keys) == records.states(MANY)
     lookups.reset()
     records.may_go_on.set()
-    finish(lookups)
+    finish()
     records.recorded.clear()
     assert lookups.places(keys) == [None] * MANY
 
 
-def test_answers_are_not_kept_for_ever(records, lookups):
+def test_answers_are_not_kept_for_ever(records, lookups, finish):
     keys = records.keys[:MANY]
     lookups.states(keys)
-    finish(lookups)
+    finish()
     assert lookups.states(keys) == records.states(MANY)
     records.recorded.clear()
     step_count = 0
@@ -120,24 +128,56 @@ def test_answers_are_not_kept_for_ever(records, lookups):
 
 
 def test_what_is_asked_beyond_the_limit_is_asked_again_and_not_queued(
-    records, lookups, monkeypatch
+    records, lookups, finish, monkeypatch
 ):
     monkeypatch.setattr("tierstore.tier.lookup._QUEUED_KEYS_MAX", 2 * MANY)
     records.may_go_on.clear()
     for first in range(0, 4 * MANY, MANY):
         assert lookups.states(records.keys[first : first + MANY]) == [ARRIVING] * MANY
     records.may_go_on.set()
-    finish(lookups)
+    finish()
     assert len(records.askers) == 2 * MANY
 
 
-def test_a_thread_that_gets_no_turn_is_not_waited_for(records, lookups):
-    keys = records.keys[:MANY]
+def test_a_lookup_that_hangs_makes_all_absent_until_it_has_ended(records, lookups):
     records.may_go_on.clear()
-    step_count = 0
+    keys = records.keys[:MANY]
+    # A step asks again, and waits no longer than it may in all.
     while ARRIVING in lookups.states(keys):
         lookups.end_step()
-        step_count += 1
-        assert step_count <= 8
-    assert lookups.states(keys) == records.states(MANY)
-    assert threading.main_thread() in records.askers
+    assert lookups.is_stuck
+    assert lookups.states(keys[:2]) == [ABSENT] * 2
+    assert lookups.states(keys) == [ABSENT] * MANY
+    asked_count = len(records.askers)
+    assert lookups.states(records.keys[MANY : 2 * MANY]) == [ABSENT] * MANY
+    records.may_go_on.set()
+    assert within_seconds(lambda: not lookups.is_stuck)
+    assert within_seconds(lambda: lookups.states(keys) == records.states(MANY))
+    assert len(records.askers) <= asked_count + MANY, "what hung was asked for again"
+
+
+def test_places_are_waited_for_once_for_as_long_as_said(records, reads):
+    lookups = Lookups(records.locate, reads, places_seconds_max=0.2)
+    records.may_go_on.clear()
+    keys = records.keys[:4]
+    assert lookups.places(keys) == [None] * 4
+    asked_count = len(records.askers)
+    for _ in range(100):
+        assert lookups.places(keys) == [None] * 4
+    assert len(records.askers) == asked_count
+    records.may_go_on.set()
+    assert within_seconds(lambda: lookups.places(keys) == [keys[0], None, keys[2], None])
+
+
+def test_a_lookup_that_makes_progress_does_not_hang_however_long_it_takes(reads):
+    last = threading.Event()
+
+    def count():
+        return len(list(reads.progressing(iter(last.is_set, True))))
+
+    reading = reads.ask(count)
+    assert not reads.wait(reading, 0.5)
+    assert not reads.is_stuck(0.05)
+    last.set()
+    assert reads.wait(reading, 300)
+    assert reading.answer() > 0

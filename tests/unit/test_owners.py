@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 from store_kit import Chunks, config_of
+from waiting import within_seconds
 
 from tierstore.errors import CatalogError, ClosedError
 from tierstore.marker import claim
-from tierstore.tier.owners import OwnerLock, is_owner_dead
+from tierstore.tier.owners import OwnerLock, OwnerLocks, is_owner_dead
 
 CHUNKS = Chunks(4096)
 
@@ -22,15 +23,47 @@ def descriptors() -> int:
 def test_a_lock_that_cannot_be_had_is_an_error_and_leaves_no_descriptor(tmp_path):
     claim(tmp_path).close()
     (tmp_path / "owners").mkdir()
-    with (tmp_path / "owners" / "1.lock").open("w") as foreign:
+    path = tmp_path / "owners" / "1.lock"
+    with path.open("w") as foreign:
         fcntl.flock(foreign, fcntl.LOCK_EX)
         before = descriptors()
         for _ in range(3):
             with pytest.raises(CatalogError, match="locked"):
-                CHUNKS.open(config_of(tmp_path))
+                OwnerLock.create(tmp_path, 1)
         assert descriptors() == before
-    with CHUNKS.open(config_of(tmp_path)) as store:
+    OwnerLock.create(tmp_path, 1).close()
+
+
+def test_a_lock_that_another_process_has_is_waited_for_while_memory_serves(tmp_path, caplog):
+    with CHUNKS.open(config_of(tmp_path)):
+        (last,) = (int(path.stem) for path in (tmp_path / "owners").iterdir())
+    with (tmp_path / "owners" / f"{last + 1}.lock").open("w") as foreign:
+        fcntl.flock(foreign, fcntl.LOCK_EX)
+        store = CHUNKS.open(config_of(tmp_path))
         assert CHUNKS.put(store, range(4)) == 4
+        assert not store.stats().secondary["disk"].is_open
+        assert "out of use" in caplog.text
+        assert "locked" in caplog.text
+    assert within_seconds(lambda: store.stats().secondary["disk"].is_open)
+    store.flush()
+    store.close()
+    with CHUNKS.open(config_of(tmp_path)) as store:
+        assert CHUNKS.found(store, range(4)) == list(range(4))
+
+
+def test_the_data_plane_of_an_owner_whose_path_was_replaced_writes_nothing_more(tmp_path):
+    path = tmp_path / "tier"
+    with CHUNKS.open(config_of(path)):
+        (owner,) = (int(lock.stem) for lock in (path / "owners").iterdir())
+        locks = OwnerLocks(path)
+        assert locks.hold(owner)
+        path.rename(tmp_path / "away")
+        assert not locks.hold(owner)
+        (path / "catalog").mkdir(parents=True)
+        (path / "owners").mkdir()
+        (path / "owners" / f"{owner}.lock").touch()
+        assert locks.hold(owner), "of another file with this name"
+        locks.close()
 
 
 def test_a_lock_whose_file_cannot_be_removed_is_released_all_the_same(tmp_path):

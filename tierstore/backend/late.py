@@ -1,8 +1,14 @@
-"""A backend that could not be opened yet: each call tries again, for a device may come back."""
+"""A backend that is opened when it can be: each call tries again, for a device may come back.
 
+One whose directory was removed, moved or unmounted is opened anew. Not by reads, which would find
+nothing, and not where the tier's path is gone: the control plane makes it again.
+"""
+
+import errno
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from tierstore.backend.protocol import Backend, RecordIo
 from tierstore.bounded_log import bounded
@@ -13,18 +19,31 @@ __all__ = ["LateBackend"]
 
 _logger = bounded(logging.getLogger(__name__))
 
+_GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
+_FileId = tuple[int, int] | None
+
 
 class LateBackend:
     """Opens a backend at the first call that succeeds in it. See `Backend`."""
 
-    def __init__(self, name: str, open_backend: Callable[[], Backend]) -> None:
-        """`open_backend` returns an open backend or raises `BackendError`; `name` is the tier's."""
+    def __init__(
+        self, name: str, open_backend: Callable[[], Backend], directory: Path | None = None
+    ) -> None:
+        """`open_backend` returns an open backend or raises `BackendError`; `name` is the tier's.
+
+        `directory` is where the backend's files lie, if anywhere.
+        """
         self._name = name
         self._open_backend = open_backend
         self._lock = threading.Lock()
         self._backend: Backend | None = None
+        self._directory = directory
+        self._file_ids: tuple[_FileId, ...] = ()
+        """Of the open backend."""
         self._closed = False
         self._is_logged = False
+        self._is_lost = False
+        """Its files are gone, and it was not opened since."""
 
     def open(self) -> None:
         """Try to open the backend; idempotent, and never raises: its calls fail meanwhile."""
@@ -39,7 +58,9 @@ class LateBackend:
 
     def read(self, records: Sequence[RecordIo]) -> dict[int, FailureReason]:
         """Read, once the backend is open."""
-        backend = self._opened()
+        backend = self._opened(anew=False)
+        if backend is None and self._is_lost:
+            return dict.fromkeys(range(len(records)), FailureReason.ABSENT)
         if backend is None:
             # Not an I/O error, which would count against the records: nobody has tried them.
             return dict.fromkeys(range(len(records)), FailureReason.STALLED)
@@ -49,9 +70,9 @@ class LateBackend:
         self, runs: Sequence[PageRun], empty_segments: Sequence[int]
     ) -> FailureReason | None:
         """Release, once the backend is open."""
-        backend = self._opened()
+        backend = self._opened(anew=False)
         if backend is None:
-            return FailureReason.IO_ERROR
+            return None if self._is_lost else FailureReason.IO_ERROR
         return backend.release(runs, empty_segments)
 
     def sync(self) -> None:
@@ -70,10 +91,15 @@ class LateBackend:
             if self._backend is not None:
                 self._backend.close()
 
-    def _opened(self) -> Backend | None:
+    def _opened(self, *, anew: bool = True) -> Backend | None:
         # The lock is held over I/O: the other threads of the tier would wait for the device too.
         with self._lock:
-            if self._backend is None and not self._closed:
+            if self._backend is not None and self._file_ids != self._find_files():
+                self._backend.close()  # calls that are under way in it end undisturbed
+                self._backend = None
+                self._is_lost = True
+            may_open = not self._is_lost or (anew and self._has_place())
+            if self._backend is None and not self._closed and may_open:
                 try:
                     self._backend = self._open_backend()
                 except BackendError as error:
@@ -82,4 +108,26 @@ class LateBackend:
                         _logger.error(
                             "tier is out of use until it opens: tier=%s cause=%s", self._name, error
                         )
+                else:
+                    self._is_lost = False
+                    self._file_ids = self._find_files()
             return self._backend
+
+    def _has_place(self) -> bool:
+        return self._directory is None or self._directory.parent.is_dir()
+
+    def _find_files(self) -> tuple[_FileId, ...]:
+        """Return what the names of the directory, and of a database in it, lead to now."""
+        if self._directory is None:
+            return ()
+        paths = (self._directory, self._directory / "payload" / "data.mdb")
+        known = self._file_ids or (None,) * len(paths)
+        return tuple(map(_file_id, paths, known))
+
+
+def _file_id(path: Path, known: _FileId) -> _FileId:
+    try:
+        status = path.stat()
+    except OSError as error:
+        return None if error.errno in _GONE else known  # a device that fails tells nothing
+    return status.st_dev, status.st_ino

@@ -1,11 +1,13 @@
 """One secondary tier as the executor sees it: its backend and its threads."""
 
+import threading
 from functools import partial
 from typing import TYPE_CHECKING
 
 from tierstore.backend.late import LateBackend
 from tierstore.backend.opening import BackendOpener
 from tierstore.config import SecondaryConfig
+from tierstore.errors import ConfigError
 from tierstore.executor.progress import TierProgress
 from tierstore.io_pool import IoPool
 from tierstore.manifest import Manifest
@@ -15,6 +17,9 @@ if TYPE_CHECKING:
     from tierstore.backend.protocol import Backend
 
 __all__ = ["TierIo"]
+
+_OPEN_SECONDS_MAX = 10.0
+"""Who opens a tier waits so long for its device; then it is opened when it answers."""
 
 
 class TierIo:
@@ -29,19 +34,51 @@ class TierIo:
         rank: int,
         rank_count: int,
     ) -> None:
-        """Open the backend and start the threads."""
+        """Start the threads and open the backend in one of them.
+
+        Its device is waited for a bounded time.
+
+        Raises:
+            ConfigError: the capacity is too small.
+        """
         self.config = config
         late = LateBackend(
-            config.name, partial(opener, config, manifest, rank=rank, rank_count=rank_count)
+            config.name,
+            partial(opener, config, manifest, rank=rank, rank_count=rank_count),
+            config.path / f"rank{rank}",
         )
-        late.open()
         self.backend: Backend = late
         self.owners = OwnerLocks(config.path)
         self.progress = TierProgress(config.io.threads, config.io.deadline_seconds)
         """Guarded by the executor's lock."""
         self.pool = IoPool(config.io.threads, f"tierstore-{config.name}")
+        self.pool.open()
+        first = _FirstOpening(late)
+        self.pool.submit_read(first.run)
         try:
-            self.pool.open()
+            first.wait(_OPEN_SECONDS_MAX)
         except BaseException:
-            late.close()
+            self.pool.close(_OPEN_SECONDS_MAX)
             raise
+
+
+class _FirstOpening:
+    """The first try to open a backend, in another thread."""
+
+    def __init__(self, late: LateBackend) -> None:
+        self._late = late
+        self._error: ConfigError | None = None
+        self._is_over = threading.Event()
+
+    def run(self) -> None:
+        try:
+            self._late.open()
+        except ConfigError as error:
+            self._error = error
+        finally:
+            self._is_over.set()
+
+    def wait(self, seconds: float) -> None:
+        self._is_over.wait(seconds)
+        if self._error is not None:
+            raise self._error

@@ -5,7 +5,7 @@ in the calling thread, writes in whichever thread opens a `transaction`.
 """
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
@@ -74,6 +74,8 @@ class SecondaryStats:
     """Everything on disk that counts against the capacity, the catalog included."""
     capacity_bytes: int
     evicted_count: int
+    is_open: bool = True
+    """False: the tier's device fails, and nobody can tell what is on it; the counts are zero."""
 
 
 class Catalog:
@@ -191,8 +193,31 @@ class Catalog:
         """Why the catalog was started anew when it was opened; empty: it was not."""
         return self._env.admission.damage
 
-    def locate(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
+    def is_lost(self) -> bool:
+        """Return whether the path holds this catalog no longer, or us as its owner.
+
+        It was removed, moved or unmounted. What comes there is somebody else's.
+        """
+        return self._env.is_lost() or not self._owner_lock.is_in_place()
+
+    def segments(self) -> dict[int, int]:
+        """List the segments below the path, for `release_orphans` in a later transaction.
+
+        Raises:
+            BackendError: the path cannot be read.
+        """
+        segments = stored_segments(self._config, self.geometry)
+        # What is in an lmdb tier is bounded by its map, and charged nothing while it is removed.
+        return segments if self._config.backend == "file" else dict.fromkeys(segments, 0)
+
+    def locate(
+        self,
+        keys: Sequence[OffloadKey],
+        passing: Callable[[Iterable[OffloadKey]], Iterable[OffloadKey]] = iter,
+    ) -> list[Place | None]:
         """Return the place of each recorded key; one read transaction.
+
+        `passing` is given the keys and hears by what is taken from it how far this has come.
 
         Raises:
             BackendError: the catalog cannot be read.
@@ -200,7 +225,7 @@ class Catalog:
         try:
             with self._env.read(self._databases.records) as txn:
                 floors = Floors(txn, self._databases)
-                values = list(map(txn.get, keys))
+                values = list(map(txn.get, passing(keys)))
         except BackendCorruptError as error:
             self._env.distrust(str(error))
             raise

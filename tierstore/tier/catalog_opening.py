@@ -1,6 +1,7 @@
 """Who may open a catalog: its version, its kind, its identity; and what is entered of him."""
 
 import logging
+import secrets
 
 from tierstore.backend.inventory import stored_segments, trim_segments
 from tierstore.bounded_log import bounded
@@ -33,6 +34,9 @@ __all__ = ["enter_manifest", "enter_owner", "enter_state", "require_version"]
 _logger = bounded(logging.getLogger(__name__))
 
 _BACKENDS = ("file", "lmdb")
+_FIRST_NUMBER_MAX = 1 << 30
+"""Segments and owners have 31 bits: half of them are left to count on."""
+_FIRST_ID_MAX = 1 << 48
 
 
 def require_version(
@@ -72,7 +76,7 @@ def enter_state(
     rank_count = geometry.rank_count
     state = Space.read_state(txn, databases)
     if state is None:
-        state = StateRow(CATALOG_VERSION, backend, rank_count)
+        state = _first_state(backend, rank_count)
         if config.backend == "lmdb":
             segments = stored_segments(config, geometry)
         release_orphans(txn, databases, state, segments)
@@ -98,6 +102,22 @@ def _charged_segments(txn: Transaction, databases: Databases) -> dict[int, tuple
     with txn.cursor(db=databases.segments) as cursor:
         rows = {int.from_bytes(key, "big"): SegmentRow.unpack(value) for key, value in cursor}
     return {segment: (row.page_count, row.rank_count) for segment, row in rows.items()}
+
+
+def _first_state(backend: int, rank_count: int) -> StateRow:
+    """Return the state of a new catalog.
+
+    Its numbers begin anywhere: those of a catalog that was removed while it was in use must not
+    come again, since its owners and their ranks may act on them still.
+    """
+    return StateRow(
+        CATALOG_VERSION,
+        backend,
+        rank_count,
+        next_segment=1 + secrets.randbelow(_FIRST_NUMBER_MAX),
+        next_pending=1 + secrets.randbelow(_FIRST_ID_MAX),
+        next_owner=1 + secrets.randbelow(_FIRST_NUMBER_MAX),
+    )
 
 
 def enter_manifest(

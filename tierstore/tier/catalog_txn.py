@@ -23,6 +23,7 @@ from tierstore.tier.catalog_schema import (
 )
 from tierstore.tier.floors import Floors
 from tierstore.tier.namespaces import Namespaces
+from tierstore.tier.orphans import release_orphans
 from tierstore.tier.space import Space
 from tierstore.tier.sweep import Sweep
 
@@ -104,11 +105,14 @@ class CatalogTxn:
         pending_id = self.space.pending.add(PendingRow(self.space.owner, extents=extents))
         return Ticket(tuple(keys), records, extents, pending_id)
 
-    def commit(self, ticket: Ticket, failed: Collection[int]) -> None:
+    def commit(self, ticket: Ticket, failed: Collection[int]) -> bool:
         """Publish a ticket's records but the failed ones and those that another process has.
 
-        The last key becomes the oldest, so that a prefix loses its tail first.
+        The last key becomes the oldest, so that a prefix loses its tail first. False: somebody has
+        taken us for dead, and the places for free.
         """
+        if self.space.pending.find(ticket.pending_id) is None:
+            return False
         self.space.pending.remove(ticket.pending_id)
         living = self.space.end_writing(ticket.extents)
         self.space.add_extents(living)
@@ -130,6 +134,7 @@ class CatalogTxn:
         failed_places = places[written & ~good]
         if len(failed_places):
             self.space.free_places(failed_places)
+        return True
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Make recorded keys the youngest, in order; count one use each."""
@@ -226,6 +231,10 @@ class CatalogTxn:
                 self.space.close_segment(segment)
                 self.space.trim_segment(segment)
         return releases
+
+    def charge_orphans(self, segments: Mapping[int, int]) -> bool:
+        """Charge the segments without a row; whoever recovers next releases them (`orphans`)."""
+        return release_orphans(self._txn, self._databases, self.space.state, segments)
 
     def sweep(self, sweep: Sweep) -> Sweep:
         """Remove some garbage; return how far the pass has come once this is committed."""

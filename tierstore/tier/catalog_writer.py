@@ -75,6 +75,8 @@ class CatalogWriter:
         """Requests that wait for bytes to be given back, in order."""
         self.forgotten_count = 0
         """How many `ForgetNamespace` were done."""
+        self.failure_count = 0
+        """How many transactions failed."""
         self._tickets: dict[int, Ticket] = {}
         self._writing: set[OffloadKey] = set()
         self._retained: list[Operation] = []
@@ -132,6 +134,45 @@ class CatalogWriter:
             self.events.extend(_freed(release) for release in [*releases, freed] if release)
         self.handle([Evict()])
 
+    def adopt_orphans(self, segments: Mapping[int, int]) -> None:
+        """Release the segments without a row, of those listed before, with their pages."""
+        try:
+            with self._catalog.transaction(self._pins) as work:
+                if not work.charge_orphans(segments):
+                    return
+                releases = work.adopt_dead(self._catalog.is_owner_dead)
+        except (BackendError, CatalogError) as error:
+            self._log("orphans could not be released", error)
+            return
+        self._needs_sync = True
+        self.events.extend(map(_freed, releases))
+
+    def abandon(self) -> tuple[list[SecondaryEvent], set[int], list[Operation]]:
+        """Give everything up, for the catalog is lost.
+
+        Returns:
+            Answers to what was asked and not answered, or was and nobody has taken the answer; the
+            tickets of which a commit will come; and what has to be done in any later catalog.
+        """
+        events: list[SecondaryEvent] = []
+        while True:
+            try:
+                event = self.events.popleft()
+            except IndexError:  # the reader was faster
+                break
+            if isinstance(event, Placed):
+                self._tickets.pop(event.ticket, None)
+                events.append(Refused(event.ticket, FailureReason.IO_ERROR))
+            elif not isinstance(event, Freed):
+                events.append(event)
+        events += [Refused(request.ticket, FailureReason.IO_ERROR) for request in self.waiting]
+        self.waiting.clear()
+        owed: list[Operation] = [
+            op for op in self._retained if isinstance(op, ForgetNamespace | BeginEpoch)
+        ]
+        self._retained.clear()
+        return events, set(self._tickets) - self._answered, owed
+
     def sync(self) -> None:
         """Flush what was committed to the device."""
         try:
@@ -187,7 +228,7 @@ class CatalogWriter:
 
     def _transact(self, batch: Sequence[Operation], *, is_held_back: bool = False) -> bool:
         """Apply a batch, place what waits, evict ahead; return whether more must be evicted."""
-        closed: list[int] = []
+        closed: dict[int, FailureReason | None] = {}
         opened: dict[int, Ticket] = {}
         waiting = self.waiting.copy()
         events: list[SecondaryEvent] = []
@@ -214,20 +255,23 @@ class CatalogWriter:
         self._sweep = None if sweep is None or sweep.is_over else sweep
         if freed:
             events.append(_freed(freed, work.evicted))
-        for ticket_id in closed:
-            self._answer_commit(ticket_id)
+        for ticket_id, reason in closed.items():
+            self._answer_commit(ticket_id, reason)
         self._answered.difference_update(closed)
         self.events.extend(events)
         self._needs_sync = True
         return has_more
 
-    def _apply(self, work: CatalogTxn, operation: Operation, closed: list[int]) -> None:
+    def _apply(
+        self, work: CatalogTxn, operation: Operation, closed: dict[int, FailureReason | None]
+    ) -> None:
         match operation:
             case CommitTicket(ticket_id, failed):
                 ticket = self._tickets.get(ticket_id)
                 if ticket is not None and ticket_id not in closed:
-                    work.commit(ticket, range(len(ticket.keys)) if failed is None else failed)
-                    closed.append(ticket_id)
+                    lost = range(len(ticket.keys)) if failed is None else failed
+                    is_ours = work.commit(ticket, lost)
+                    closed[ticket_id] = None if is_ours else FailureReason.IO_ERROR
             case TouchKeys(keys):
                 work.touch(keys)
             case RemoveKeys(keys):
@@ -247,7 +291,7 @@ class CatalogWriter:
         self,
         work: CatalogTxn,
         waiting: deque[RequestPlaces],
-        closed: Sequence[int],
+        closed: Iterable[int],
         opened: dict[int, Ticket],
         events: list[SecondaryEvent],
     ) -> None:
@@ -394,6 +438,7 @@ class CatalogWriter:
 
         What meets damage is lost, for it would meet it again, together with what comes after it.
         """
+        self.failure_count += 1
         full = isinstance(error, BackendFullError)
         is_damage = isinstance(error, BackendCorruptError | CatalogDamagedError)
         reason = FailureReason.FULL if full else FailureReason.IO_ERROR

@@ -1,23 +1,33 @@
-"""Looking for many records without keeping the engine's step waiting.
+"""Looking for records without keeping the engine's step waiting for a device.
 
-A catalog gives the interpreter away with every single key, so a long prefix that is looked up while
-other threads compute costs a step many times what the lookups cost. The step asks for a few keys
-itself; more of them are looked up by a thread, and the step that asks again finds the answer here.
+All lookups are done by the thread that reads the catalog (`catalog_reads`). For a few keys the step
+waits, for as long as a sound device never takes. A long prefix is looked up while the step goes on,
+for a catalog gives the interpreter away with every single key; the step that asks again finds the
+answer here. A device that does not answer has no records until it does.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from tierstore.io_pool import Mailbox
 from tierstore.key import OffloadKey
+from tierstore.tier.catalog_reads import CatalogReads, Reading
 from tierstore.tier.reservation import ChunkState
 from tierstore.transfer import Place
 
-__all__ = ["ASKED_AT_ONCE_MAX", "Lookups"]
+__all__ = ["ASKED_AT_ONCE_MAX", "STEP_SECONDS_MAX", "Lookups"]
 
 ASKED_AT_ONCE_MAX = 16
-"""Keys that a step looks up itself; about 2 us each."""
+"""Keys for which a step waits; about 2 us each, and 50 us for the thread."""
+
+STEP_SECONDS_MAX = 0.05
+"""One step waits so long in all. A lookup that makes no progress for so long hangs in its device:
+nothing is recorded then, and no step waits, until it has ended."""
+
+_TURN_SECONDS_MAX = 1.0
+"""For a thread that gets no turn, or goes on, places are waited for so long."""
 
 _BATCH_KEYS_MAX = 512
 """Keys of one read transaction of the thread."""
@@ -26,10 +36,11 @@ _QUEUED_KEYS_MAX = 1 << 16
 """Keys that wait for the thread; whoever asks for more is told to ask again, and not queued."""
 
 _PATIENCE_STEPS = 8
-"""A thread that got no turn for so many steps is not waited for: the step looks up all itself."""
+"""The thread is waited for if it got no turn for so many steps."""
 
 _KEPT_STEPS = 32
 """An answer is kept for so many steps at least, twice as many at most: it may have changed."""
+
 
 Locate = Callable[[Sequence[OffloadKey]], list[Place | None]]
 
@@ -39,56 +50,67 @@ class _Question:
     keys: tuple[OffloadKey, ...]
     reset_count: int
     """Of `Lookups`, when it was asked."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    question: _Question
-    places: list[Place | None]
+    reading: Reading[list[Place | None]]
 
 
 class Lookups:
-    """Answers of one catalog, a few steps old at most; one thread asks, another looks up.
+    """Answers of one catalog, a few steps old at most. One thread asks.
 
     What this process evicts is forgotten here. A place may be out of date nevertheless: another
     process evicted its record since. Reading it fails then, which costs the request its hit; the
     same can happen between any lookup and the read.
     """
 
-    def __init__(self, locate: Locate, name: str) -> None:
-        """`locate` looks keys up and must not raise; both threads call it."""
+    def __init__(self, locate: Locate, reads: CatalogReads, *, places_seconds_max: float) -> None:
+        """`locate` looks keys up and must not raise; the thread of `reads` calls it.
+
+        `places_seconds_max` bounds for how long `places` waits for a lookup without progress.
+        """
         self._locate = locate
-        self._mailbox: Mailbox[_Question] = Mailbox(f"lookup-{name}", self._look_up)
-        self._answers: deque[_Answer] = deque()
+        self._reads = reads
+        self._places_seconds_max = places_seconds_max
+        self._questions: deque[_Question] = deque()
+        """What the thread was asked and has not been looked at yet, in order."""
         self._queued: dict[OffloadKey, int] = {}
-        """What the thread was asked and did not answer yet, with the number of the step."""
+        """Their keys, with the number of the step."""
         self._young: dict[OffloadKey, Place | None] = {}
         self._old: dict[OffloadKey, Place | None] = {}
         self._step_count = 0
+        self._step_seconds_left = STEP_SECONDS_MAX
         self._reset_count = 0
 
-    def open(self) -> None:
-        """Start the thread."""
-        self._mailbox.open()
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a lookup hangs in its device: nothing is found meanwhile."""
+        return self._reads.is_stuck(STEP_SECONDS_MAX)
 
     def states(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
-        """Say of each key whether it is recorded, absent, or (arriving) being looked up."""
-        known, unknown = self._known(keys)
-        if len(unknown) <= ASKED_AT_ONCE_MAX or self._waits_long(unknown):
-            if unknown:
-                known.update(zip(unknown, self._locate(unknown), strict=True))
-            return [_state(known[key]) for key in keys]
-        self._ask(unknown)
-        return [_state(known[key]) if key in known else ChunkState.ARRIVING for key in keys]
+        """Return of each key whether it is recorded, absent, or (arriving) being looked up."""
+        known, asked = self._known(keys)
+        unknown = asked
+        if asked and not self.is_stuck:
+            waits_long = self._waits_long(asked)
+            self._ask(asked)
+            if len(asked) <= ASKED_AT_ONCE_MAX or waits_long:
+                self._wait()
+                known, unknown = self._known(keys)
+        missing = ChunkState.ABSENT if unknown and self.is_stuck else ChunkState.ARRIVING
+        if len(asked) <= ASKED_AT_ONCE_MAX:
+            self.forget(asked)  # they are asked for again as easily, and then it is not outdated
+        return [_state(known[key]) if key in known else missing for key in keys]
 
     def places(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
-        """Return the place of each recorded key; what is not known is looked up at once."""
+        """Return the place of each recorded key; what is not known is looked up, and waited for.
+
+        Nothing is found where that takes too long, nor until that lookup has ended.
+        """
         known, unknown = self._known(keys)
-        if not known:
-            return self._locate(keys)
-        if unknown:
-            known.update(zip(unknown, self._locate(unknown), strict=True))
-        return [known[key] for key in keys]
+        if unknown and not self._reads.is_stuck(self._places_seconds_max):
+            reading = self._reads.ask(partial(self._locate, tuple(unknown)))
+            seconds = max(self._places_seconds_max, _TURN_SECONDS_MAX)
+            if self._reads.wait(reading, seconds, self._places_seconds_max):
+                known.update(zip(unknown, reading.answer(), strict=True))
+        return [known.get(key) for key in keys]
 
     def forget(self, keys: Iterable[OffloadKey]) -> None:
         """Drop answers about records that came or went."""
@@ -104,13 +126,10 @@ class Lookups:
 
     def end_step(self) -> None:
         """Let answers grow older."""
+        self._step_seconds_left = STEP_SECONDS_MAX
         self._step_count += 1
         if self._step_count % _KEPT_STEPS == 0:
             self._young, self._old = {}, self._young
-
-    def close(self, timeout_seconds: float) -> bool:
-        """Stop the thread; False: it hangs in its catalog."""
-        return self._mailbox.close(timeout_seconds)
 
     def _known(
         self, keys: Sequence[OffloadKey]
@@ -128,25 +147,31 @@ class Lookups:
         return self._step_count - asked_at >= _PATIENCE_STEPS
 
     def _ask(self, keys: Sequence[OffloadKey]) -> None:
-        fresh = tuple(key for key in keys if key not in self._queued)
+        fresh = tuple(dict.fromkeys(key for key in keys if key not in self._queued))
         if len(self._queued) + len(fresh) > _QUEUED_KEYS_MAX:
             return
         self._queued.update(dict.fromkeys(fresh, self._step_count))
         for first in range(0, len(fresh), _BATCH_KEYS_MAX):
             batch = fresh[first : first + _BATCH_KEYS_MAX]
-            self._mailbox.put(_Question(batch, self._reset_count))
+            reading = self._reads.ask(partial(self._locate, batch))
+            self._questions.append(_Question(batch, self._reset_count, reading))
 
-    def _look_up(self, questions: list[_Question]) -> None:
-        for question in questions:
-            self._answers.append(_Answer(question, self._locate(question.keys)))
+    def _wait(self) -> None:
+        """Wait until all questions are answered, for what is left of the step's time."""
+        if not self._questions or self._step_seconds_left <= 0:
+            return
+        began_at = time.monotonic()
+        self._reads.wait(self._questions[-1].reading, self._step_seconds_left)
+        self._step_seconds_left -= time.monotonic() - began_at
 
     def _collect(self) -> None:
-        while self._answers:
-            answer = self._answers.popleft()
-            for key in answer.question.keys:
+        while self._questions and self._questions[0].reading.is_done:
+            question = self._questions.popleft()
+            for key in question.keys:
                 self._queued.pop(key, None)
-            if answer.question.reset_count == self._reset_count:
-                self._young.update(zip(answer.question.keys, answer.places, strict=True))
+            if question.reset_count == self._reset_count:
+                places = question.reading.answer()
+                self._young.update(zip(question.keys, places, strict=True))
 
 
 def _state(place: Place | None) -> ChunkState:

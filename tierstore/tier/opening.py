@@ -1,6 +1,8 @@
-"""Opening the control half of all configured tiers, or none of them."""
+"""Opening the control half of all configured tiers, as far as their devices allow it."""
 
+import time
 from collections.abc import Sequence
+from functools import partial
 
 from tierstore.clock import Clock, MonotonicClock
 from tierstore.config import StoreConfig
@@ -12,10 +14,13 @@ from tierstore.tier.cascade import Cascade
 from tierstore.tier.catalog import Catalog
 from tierstore.tier.primary import PrimaryTier
 from tierstore.tier.residency import ResidencyLog
-from tierstore.tier.secondary import SecondaryTier
+from tierstore.tier.secondary import OPEN_SECONDS_MAX, SecondaryTier
 from tierstore.tier.stack import TierStack
 
 __all__ = ["check_tiers", "open_stack"]
+
+_CHECK_CLOSE_SECONDS = 5.0
+"""For a tier that is closed again at once."""
 
 _HUNG_SHARE = 4
 """Each tier's hung reads may hold one part of so many of the pool; then it is not asked for more.
@@ -32,38 +37,39 @@ def open_stack(
     residency: ResidencyLog | None = None,
     clock: Clock | None = None,
     open_system: SystemOpener = open_system,
+    lookup_seconds_max: float | None = None,
 ) -> TierStack:
     """Open the control half of all configured tiers; `residency` is told what comes and goes.
 
-    `clock` measures for how long a record that failed is not offered; tests give their own, and an
-    `open_system` that lets a device fail.
+    A tier whose device fails, hangs or is kept by a process that has stopped (`tier.outage`) does
+    not keep the others from being used: it is without its catalog (`SecondaryTier.is_open`) until
+    it can be opened. The device of all tiers together is waited for as long as that of one.
+
+    `lookup_seconds_max` bounds for how long a lookup of places hangs, by default as a read of its
+    tier. `clock` measures for how long a record that failed is not offered; tests give their own,
+    and an `open_system` that lets a device fail.
 
     Raises:
         ConfigError: a capacity is too small.
-        CatalogError, ManifestError: a secondary tier cannot be opened; none stays open.
+        CatalogError, ManifestError, BackendError: of a secondary tier the user has to mend
+            something; none stays open.
     """
     groups = manifest.group_specs()
     primary = _primary(config, groups)
-    secondaries: list[SecondaryTier] = []
-    try:
-        for tier_idx, tier in enumerate(config.secondary):
-            secondaries.append(
-                SecondaryTier.open(
-                    tier,
-                    manifest,
-                    tier_idx=tier_idx,
-                    rank_count=rank_count,
-                    system=open_system(tier),
-                )
+    secondaries = _open_tiers(
+        [
+            SecondaryTier(
+                tier,
+                manifest,
+                tier_idx=tier_idx,
+                rank_count=rank_count,
+                system=open_system(tier),
+                lookup_seconds_max=lookup_seconds_max,
+                on_opened=partial(_count_opening, counters, tier.name),
             )
-            if secondaries[-1].damage:
-                counters.add(Metric.DISCARDED_CATALOGS, label=tier.name)
-            if secondaries[-1].is_foreign:
-                counters.add(Metric.COLD_STARTS, label=tier.name)
-    except BaseException:
-        for secondary in secondaries:
-            secondary.close()
-        raise
+            for tier_idx, tier in enumerate(config.secondary)
+        ]
+    )
     # Write-behind pins chunks: half of the primary tier always stays free for the engine. One
     # chunk at least, or none would ever be written.
     share_bytes = config.primary.capacity_bytes // (2 * max(1, len(config.secondary)))
@@ -98,15 +104,43 @@ def open_stack(
 def check_tiers(config: StoreConfig, manifest: Manifest, *, rank_count: int) -> None:
     """Raise what `open_stack` would raise, for a process that does not need the tiers itself.
 
-    Creates the directories of secondary tiers, as `open_stack` does; leaves nothing open.
+    Creates the directories of secondary tiers, as `open_stack` does; leaves nothing open, but for
+    what hangs in its device.
 
     Raises:
         ConfigError: a capacity is too small, or a path belongs to another kind of tier.
-        CatalogError, ManifestError: a secondary tier cannot be opened.
+        CatalogError, ManifestError, BackendError: of a secondary tier the user has to mend
+            something.
     """
     _primary(config, manifest.group_specs())
-    for tier in config.secondary:
-        Catalog.open(tier, manifest, rank_count=rank_count).close()
+    tiers = [
+        SecondaryTier(tier, manifest, tier_idx=tier_idx, rank_count=rank_count)
+        for tier_idx, tier in enumerate(config.secondary)
+    ]
+    for opened in _open_tiers(tiers):
+        opened.close(_CHECK_CLOSE_SECONDS)
+
+
+def _open_tiers(tiers: list[SecondaryTier]) -> list[SecondaryTier]:
+    """Open tiers side by side, for one that hangs takes as long as all of them; or none."""
+    until = time.monotonic() + OPEN_SECONDS_MAX
+    for tier in tiers:
+        tier.begin()
+    try:
+        for tier in tiers:
+            tier.wait_open(until - time.monotonic())
+    except BaseException:
+        for tier in tiers:
+            tier.close(_CHECK_CLOSE_SECONDS)
+        raise
+    return tiers
+
+
+def _count_opening(counters: Counters, name: str, catalog: Catalog) -> None:
+    if catalog.damage:
+        counters.add(Metric.DISCARDED_CATALOGS, label=name)
+    if catalog.is_foreign:
+        counters.add(Metric.COLD_STARTS, label=name)
 
 
 def _primary(config: StoreConfig, groups: Sequence[GroupSpec]) -> PrimaryTier:

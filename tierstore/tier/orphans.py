@@ -22,8 +22,8 @@ _NOBODY = 0
 
 def release_orphans(
     txn: Transaction, databases: Databases, state: StateRow, segments: Mapping[int, int]
-) -> None:
-    """Charge the segments without a row, and let them be released whole.
+) -> bool:
+    """Charge the segments without a row, and let them be released whole; return whether any is.
 
     `segments` are those below the path, listed before this transaction began, with their pages on
     one rank. Until every rank has given them back they count against the capacity, as all that is
@@ -35,7 +35,7 @@ def release_orphans(
         if txn.get(segment_key(segment), db=databases.segments) is None
     }
     if not segments:
-        return
+        return False
     for segment, pages in segments.items():
         row = SegmentRow(
             _NOBODY,
@@ -55,3 +55,4 @@ def release_orphans(
     txn.put(wide_key(state.next_pending), pending.pack(), db=databases.pending)
     state.next_pending += 1
     state.next_segment = max(state.next_segment, max(segments) + 1)
+    return True

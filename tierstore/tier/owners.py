@@ -6,6 +6,7 @@ drops a lock when its process dies, however it dies. An id is never used twice, 
 rows in the catalog only while his file is locked or after his death.
 """
 
+import errno
 import fcntl
 import os
 import re
@@ -30,6 +31,7 @@ _JOIN_PAUSE_SECONDS = 0.01
 
 _NAME = re.compile(r"(0|[1-9][0-9]{0,9})\.lock", re.ASCII)
 """Of an owner's file; ids have 32 bits."""
+_GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 
 _held: "weakref.WeakSet[OwnerLock]" = weakref.WeakSet()
 
@@ -97,6 +99,17 @@ class OwnerLock:
         os.close(descriptor)
         return None
 
+    def is_in_place(self) -> bool:
+        """Return whether the locked file is still where others look for it.
+
+        True also where nobody can tell, for the device fails.
+        """
+        try:
+            ours, theirs = os.fstat(self._descriptor), self._path.stat()
+        except OSError as error:
+            return error.errno not in _GONE
+        return os.path.samestat(ours, theirs)
+
     def close(self) -> None:
         """Give up the lock, and remove the file if nobody else holds it; idempotent."""
         if self._descriptor >= 0:
@@ -121,22 +134,33 @@ class OwnerLocks:
         self._tier_path = tier_path
         self._lock = threading.Lock()
         self._locks: dict[int, OwnerLock] = {}
+        self._is_shared = self._has_catalog()
 
     def hold(self, owner: int) -> bool:
         """Return whether the owner lives, and let him live until `close`; thread-safe.
 
-        False: somebody may have taken over his places, so nothing may be written there. Where no
-        catalog lies below the path it is of another machine, and nobody shares it here.
+        False: somebody may have taken over his places, so nothing may be written there; or the path
+        was removed, and what comes there is somebody else's. Where no catalog was ever seen below
+        the path it is of another machine, and nobody shares it here.
         """
         with self._lock:
-            if owner in self._locks:
-                return True
-            if not os.path.lexists(self._tier_path / "catalog"):
+            held = self._locks.get(owner)
+            if held is not None:
+                if held.is_in_place():
+                    return True
+                del self._locks[owner]
+                held.close()
+                return False
+            self._is_shared = self._is_shared or self._has_catalog()
+            if not self._is_shared:
                 return True
             lock = OwnerLock.join(self._tier_path / "owners", owner)
             if lock is not None:
                 self._locks[owner] = lock
             return lock is not None
+
+    def _has_catalog(self) -> bool:
+        return os.path.lexists(self._tier_path / "catalog")
 
     def close(self) -> None:
         """Give up all locks; idempotent."""

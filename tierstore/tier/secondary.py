@@ -1,19 +1,25 @@
 """The control half of one secondary tier: its catalog, behind a mailbox."""
 
 import logging
-from collections import Counter
-from collections.abc import Collection, Sequence
-from typing import Self
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from typing import Self, TypeVar
 
 from tierstore.bounded_log import bounded
 from tierstore.clock import MonotonicClock
 from tierstore.config import SecondaryConfig
-from tierstore.errors import BackendError, CatalogError
+from tierstore.errors import BackendError, CatalogError, ClosedError
+from tierstore.geometry import SpaceGeometry
 from tierstore.io_pool import Mailbox
 from tierstore.key import OffloadKey
 from tierstore.manifest import Manifest
 from tierstore.system import SystemCalls
 from tierstore.tier.catalog import Catalog, SecondaryStats
+from tierstore.tier.catalog_desk import CatalogDesk, CatalogEnd
+from tierstore.tier.catalog_keeper import CatalogKeeper, CatalogNews, KeeperPace, OpenCatalog
 from tierstore.tier.catalog_messages import (
     BeginEpoch,
     CommitTicket,
@@ -29,15 +35,20 @@ from tierstore.tier.catalog_messages import (
     SweepGarbage,
     TouchKeys,
 )
+from tierstore.tier.catalog_reads import CatalogReads
 from tierstore.tier.catalog_writer import CatalogWriter
 from tierstore.tier.lookup import Lookups
 from tierstore.tier.reservation import ChunkState
 from tierstore.transfer import Place
 
-__all__ = ["SecondaryTier"]
+__all__ = ["OPEN_SECONDS_MAX", "SecondaryTier"]
 
 _logger = bounded(logging.getLogger(__name__))
 
+Answer = TypeVar("Answer")
+
+OPEN_SECONDS_MAX = 10.0
+"""Who opens a tier waits so long for its device; then it is opened in the background."""
 _CLOSE_SECONDS = 30.0
 _ADVICE_WAITING_MAX = 1024
 """A catalog that is slower than its callers hears no more of uses and of worthless records."""
@@ -48,22 +59,65 @@ _TOUCH_KEYS_MAX = 512
 class SecondaryTier:
     """Which keys have a record, where, and in which order they leave.
 
-    Reads (`locate`) are one LMDB read transaction in the calling thread; an engine's step, which
-    must not wait, asks for the `states` of many keys instead. Everything that writes is queued and
-    done by one writer thread per process in batched transactions; its answers are collected by
-    `poll`. Several processes may open the same path: they share the catalog, each appends to
+    Reads are done by one thread, for which a caller waits a bounded time (`lookup`). Everything
+    that writes is queued and done by another one in batched transactions; its answers are collected
+    by `poll`. Several processes may open the same path: they share the catalog, each appends to
     segments of its own, and the capacity holds for all of them together.
+
+    A tier whose device fails, or whose path is lost, has no catalog until it can be opened: then
+    nothing is found in it, requests are refused, and a third thread tries to open it.
     """
 
-    def __init__(self, catalog: Catalog, manifest: Manifest, name: str) -> None:
-        self._catalog = catalog
+    def __init__(
+        self,
+        config: SecondaryConfig,
+        manifest: Manifest,
+        *,
+        tier_idx: int,
+        rank_count: int,
+        system: SystemCalls | None = None,
+        lookup_seconds_max: float | None = None,
+        on_opened: Callable[[Catalog], None] | None = None,
+        pace: KeeperPace | None = None,
+    ) -> None:
+        """Describe the tier; use `open`, or `begin` and `wait_open`.
+
+        `system` is what the configuration says unless it is given. `lookup_seconds_max` bounds what
+        `locate` waits for, by default as a read of this tier. `on_opened` is told of each opening
+        of its catalog, in the thread that calls `poll` or `wait_open`.
+
+        Raises:
+            ConfigError: the capacity is too small for the catalog and one segment.
+        """
+        self._config = config
+        self._manifest = manifest
+        self._rank_count = rank_count
+        self._system = system
+        self._geometry = SpaceGeometry.of(config, manifest, rank_count)
         self._namespace = manifest.namespace
-        self._name = name
+        self._name = name = f"{tier_idx}-{config.name}"
         self._pins: Counter[OffloadKey] = Counter()
         self._clock = MonotonicClock()
-        self._writer = CatalogWriter(catalog, self._pins, self._clock)
-        self._mailbox: Mailbox[Operation] = Mailbox(f"catalog-{name}", self._writer.handle)
-        self._lookups = Lookups(self._look_up, name)
+        self._patience_seconds = config.io.deadline_seconds
+        self._reads = CatalogReads(f"lookup-{name}")
+        self._lookups = Lookups(
+            self._look_up,
+            self._reads,
+            places_seconds_max=lookup_seconds_max or self._patience_seconds,
+        )
+        if pace is None:
+            # Each search of an lmdb tier opens its databases, and what is in them is bounded.
+            searches_once = config.backend == "lmdb"
+            pace = KeeperPace(orphans_seconds=math.inf) if searches_once else KeeperPace()
+        self._keeper = CatalogKeeper(config.name, config.path, self._open_catalog, self._hear, pace)
+        self._desk = CatalogDesk(config.name, self._reads, self._keeper.look)
+        self._mailbox: Mailbox[Operation | CatalogNews | CatalogEnd] = Mailbox(
+            f"catalog-{name}", self._desk.handle
+        )
+        self._on_opened = on_opened
+        self._served: OpenCatalog | None = None
+        """Whose answers `poll` returns: what it is asked for comes from this one."""
+        self._owner = 0
         self._touched: list[OffloadKey] = []
         self._touched_at = 0.0
         self._hidden_until = 0
@@ -80,51 +134,112 @@ class SecondaryTier:
         tier_idx: int,
         rank_count: int,
         system: SystemCalls | None = None,
+        pace: KeeperPace | None = None,
     ) -> Self:
-        """Open or create the catalog, recover what a killed process left, start the writer.
+        """Open or create the catalog, recover what a killed process left, start the threads.
 
-        `system` is what the configuration says unless it is given.
+        A tier whose device fails, or does not answer within `OPEN_SECONDS_MAX`, is open without
+        its catalog (`is_open`); it is opened as soon as it can be.
 
         Raises:
-            CatalogError: the catalog cannot be opened; the message says what to do.
-            ManifestError: the path holds a manifest of the same namespace with other contents.
-            ConfigError: the capacity is too small for the catalog and one segment, or the path
-                belongs to another kind of tier.
+            CatalogError, ManifestError, ConfigError, BackendError: what the user has to mend
+                (`outage`); the message says how.
         """
-        catalog = Catalog.open(config, manifest, rank_count=rank_count, system=system)
-        tier = cls(catalog, manifest, f"{tier_idx}-{config.name}")
-        tier._writer.recover()
-        tier._mailbox.open()
-        tier._lookups.open()
+        tier = cls(
+            config, manifest, tier_idx=tier_idx, rank_count=rank_count, system=system, pace=pace
+        )
+        tier.begin()
+        try:
+            tier.wait_open(OPEN_SECONDS_MAX)
+        except BaseException:
+            tier.close()
+            raise
         return tier
+
+    def begin(self) -> None:
+        """Start the threads, which open the catalog."""
+        self._mailbox.open()
+        self._reads.open()
+        self._keeper.open()
+
+    def wait_open(self, seconds: float) -> None:
+        """Wait for the first try to open the catalog, for so long at most.
+
+        Raises:
+            TierStoreError: the user has to mend something; nothing is tried any more.
+        """
+        self._keeper.wait_first(seconds)
+        self._mailbox.wait_idle(max(0.0, seconds))
+        self._serve()
+
+    def _open_catalog(self) -> OpenCatalog:
+        catalog = Catalog.open(
+            self._config, self._manifest, rank_count=self._rank_count, system=self._system
+        )
+        writer = CatalogWriter(catalog, self._pins, self._clock)
+        writer.recover()
+        return OpenCatalog(catalog, writer)
+
+    def _hear(self, news: CatalogNews) -> None:
+        self._mailbox.put(news)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the tier has its catalog now; without it, nothing is found nor stored."""
+        return self._desk.opened is not None
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a lookup hangs in the device: nothing is found until it has ended."""
+        return self._lookups.is_stuck
+
+    @property
+    def complaint(self) -> str:
+        """Why the tier is not open; empty: it is."""
+        return "" if self.is_open else self._keeper.complaint
 
     @property
     def owner(self) -> int:
-        """Whose places `Placed` names; the data planes hold him alive (`tier.owners`)."""
-        return self._catalog.owner
+        """Whose places `Placed` names; the data planes hold him alive (`tier.owners`).
+
+        Changes in `poll` only, when the catalog had to be opened anew; 0: there never was one.
+        """
+        return self._owner
 
     @property
-    def damage(self) -> str:
-        """Why the catalog was started anew when it was opened; empty: it was not."""
-        return self._catalog.damage
+    def _catalog(self) -> Catalog:
+        opened = self._desk.opened
+        if opened is None:
+            raise BackendError(f"secondary {self._config.name!r}: {self.complaint}")
+        return opened.catalog
 
-    @property
-    def is_foreign(self) -> bool:
-        """Whether the path knew other identities alone when it was opened."""
-        return self._catalog.is_foreign
+    def _serve(self) -> None:
+        """Turn to the catalog that is open now, between two calls of `poll`."""
+        opened = self._desk.opened
+        if opened is self._served:
+            return
+        self._served = opened
+        self._lookups.reset()
+        if opened is not None:
+            self._owner = opened.catalog.owner
+            if self._on_opened is not None:
+                self._on_opened(opened.catalog)
 
     def locate(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
-        """Return the place of each recorded key; one read transaction, about 1.5 us per key."""
-        if self._writer.forgotten_count < self._hidden_until:
+        """Return the place of each recorded key; about 1.5 us per key, and 50 us for the thread.
+
+        Waits for a bounded time. Nothing is found where that is too short, or without a catalog.
+        """
+        if not self.is_open or self._desk.forgotten_count < self._hidden_until:
             return [None] * len(keys)
         return self._lookups.places(keys)
 
     def states(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
         """Return of each key whether it is recorded, absent, or (arriving) being looked up still.
 
-        Costs a step a few lookups at most: a thread does the others until the question is repeated.
+        Waits for the answer about a few keys; of many, until the question is repeated, none.
         """
-        if self._writer.forgotten_count < self._hidden_until:
+        if not self.is_open or self._desk.forgotten_count < self._hidden_until:
             return [ChunkState.ABSENT] * len(keys)
         return self._lookups.states(keys)
 
@@ -133,9 +248,14 @@ class SecondaryTier:
         self._lookups.forget(keys)
 
     def _look_up(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
+        """Look keys up, in the thread that reads; another catalog is closed there, too."""
+        opened = self._desk.opened
+        if opened is None:
+            return [None] * len(keys)
         try:
-            return self._catalog.locate(keys)
-        except BackendError as error:
+            return opened.catalog.locate(keys, self._reads.progressing)
+        except (BackendError, ClosedError) as error:
+            self._keeper.look()
             if not self._is_failing:
                 self._is_failing = True
                 _logger.warning("locate failed: tier=%s cause=%s", self._name, error)
@@ -205,12 +325,12 @@ class SecondaryTier:
 
         For a backend that found none in one piece.
         """
-        self._put(Evict(chunk_count * self._catalog.geometry.stride_pages(payload_bytes)))
+        self._put(Evict(chunk_count * self._geometry.stride_pages(payload_bytes)))
 
     def is_settled(self) -> bool:
         """Return whether the writer has done all that is queued, and `poll` has nothing."""
         # In this order: what the writer does leaves events behind before it is idle.
-        return self._mailbox.wait_idle(0) and not self._writer.events
+        return self._mailbox.wait_idle(0) and not self._has_answers()
 
     def released(self, release_id: int) -> None:
         """Confirm a `Freed`: every rank has given the bytes back; only now they may be reused."""
@@ -221,61 +341,104 @@ class SecondaryTier:
         self._lookups.end_step()
         if self._touched and self._clock.seconds() - self._touched_at > _TOUCH_SECONDS:
             self._put_touched()
-        events = self._writer.events
-        polled = [events.popleft() for _ in range(len(events))]
+        self._serve()
+        polled = _pop_all(self._desk.answers)
+        served = self._served
+        if served is not None:
+            polled += _pop_all(served.writer.events)
         for event in polled:
             if isinstance(event, Freed):
                 self._lookups.forget(event.evicted)
-        if not polled and self._mailbox.wait_idle(0):
-            if self._writer.waiting or self._writer.is_due:
+        if not polled and served is not None and self._mailbox.wait_idle(0):
+            if served.writer.waiting or served.writer.is_due:
                 # Another process may have given the bytes back that a request waits for, and a
                 # reset that failed hides the tier until it is done.
                 self._put(Evict())
-            elif self._writer.has_garbage:
+            elif served.writer.has_garbage:
                 self._put(SweepGarbage())
         return polled
+
+    def _has_answers(self) -> bool:
+        served = self._served
+        return bool(
+            self._desk.answers
+            or served is not self._desk.opened
+            or (served is not None and served.writer.events)
+        )
 
     def has_messages(self) -> bool:
         """Return whether `poll` has something to return, or will have without being asked."""
         # In this order: what the writer does leaves events behind before it is idle.
-        return not self._mailbox.wait_idle(0) or bool(self._writer.events or self._touched)
+        return not self._mailbox.wait_idle(0) or bool(self._touched) or self._has_answers()
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Wait until the writer has done all that is queued and doable; False: time is up."""
+        """Wait until the writer has done all that is queued and doable.
+
+        False: time is up, or there is no catalog.
+        """
         self._put_touched()
-        return self._mailbox.wait_idle(timeout_seconds)
+        return self._mailbox.wait_idle(timeout_seconds) and self.is_open
 
     def stats(self) -> SecondaryStats:
-        """Count records and bytes.
+        """Count records and bytes; of a tier without its catalog nothing is known.
 
         Raises:
-            BackendError: the catalog cannot be read.
+            BackendError: the catalog cannot be read, or does not answer.
             CatalogError: the catalog is damaged.
         """
-        return self._catalog.stats()
+        if not self.is_open:
+            return SecondaryStats(
+                record_count=0,
+                payload_bytes=0,
+                charged_bytes=0,
+                capacity_bytes=self._config.capacity_bytes,
+                evicted_count=0,
+                is_open=False,
+            )
+        return self._read(Catalog.stats)
 
     def check(self) -> list[str]:
-        """Verify the catalog's invariants; return the violations in words (empty: sound)."""
-        return self._catalog.check()
+        """Verify the catalog's invariants; return the violations in words (empty: sound).
+
+        A tier that cannot be verified is none that is sound.
+        """
+        try:
+            return self._read(Catalog.check)
+        except (BackendError, CatalogError, ClosedError) as error:
+            return [str(error)]
+
+    def _read(self, call: Callable[[Catalog], Answer]) -> Answer:
+        """Read in the thread for that, for a bounded time."""
+        reading = self._reads.ask(lambda: call(self._catalog))
+        if not self._reads.wait(reading, self._patience_seconds):
+            raise BackendError(
+                f"secondary {self._config.name!r}: its catalog does not answer within "
+                f"{self._patience_seconds:g} s; its device hangs"
+            )
+        return reading.answer()
 
     def close(self, timeout_seconds: float | None = None) -> None:
-        """Finish the queue, sync the catalog to the device, stop the writer; idempotent.
+        """Finish the queue, sync the catalog to the device, stop the threads; idempotent.
 
-        Waits for each of two threads for `timeout_seconds`, by default half a minute.
+        Waits for `timeout_seconds` in all, by default half a minute. What hangs then in its device
+        is left to its thread.
         """
         if self._is_closed:
             return
         self._is_closed = True
         seconds = _CLOSE_SECONDS if timeout_seconds is None else timeout_seconds
-        self._put(Leave())
-        if not (self._lookups.close(seconds) and self._mailbox.close(seconds)):
+        until = time.monotonic() + seconds
+        self._keeper.begin_close()
+        self._put_touched()
+        if self._reads.close(seconds):
+            # Nobody reads the catalog any more, so it can be closed.
+            self._mailbox.put(CatalogEnd())
+        else:
+            self._mailbox.put(Leave())
+        is_ended = self._mailbox.close(max(0.0, until - time.monotonic()))
+        is_ended = self._keeper.close(max(0.0, until - time.monotonic())) and is_ended
+        if not is_ended or self.is_open:
             _logger.error("catalog thread hangs: tier=%s; its device does not answer", self._name)
-            return
-        try:
-            self._catalog.sync()
-        except (BackendError, CatalogError) as error:
-            _logger.warning("catalog sync failed: tier=%s cause=%s", self._name, error)
-        self._catalog.close()
 
     def _put(self, operation: Operation) -> None:
         self._put_touched()
@@ -286,3 +449,12 @@ class SecondaryTier:
         for start in range(0, len(touched), _TOUCH_KEYS_MAX):
             advice = TouchKeys(tuple(touched[start : start + _TOUCH_KEYS_MAX]))
             self._mailbox.offer(advice, _ADVICE_WAITING_MAX)
+
+
+def _pop_all(events: deque[SecondaryEvent]) -> list[SecondaryEvent]:
+    """Take what is there; another thread may take it, too."""
+    taken: list[SecondaryEvent] = []
+    with suppress(IndexError):
+        while True:
+            taken.append(events.popleft())
+    return taken

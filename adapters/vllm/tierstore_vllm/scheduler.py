@@ -37,6 +37,7 @@ from tierstore.planner import (
     PlannedStep,
 )
 from tierstore.quoting import quoted
+from tierstore.tier.lookup import STEP_SECONDS_MAX
 from tierstore.tier.opening import open_stack
 from tierstore.tier.residency import ResidencyLog
 from tierstore.tier.stack import TierStack
@@ -191,6 +192,7 @@ class SchedulerHalf:
             rank_count=shape.rank_count,
             counters=counters,
             residency=residency,
+            lookup_seconds_max=STEP_SECONDS_MAX,
         )
         return cls(
             stack,

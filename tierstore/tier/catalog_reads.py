@@ -1,0 +1,126 @@
+"""Reads of a catalog in a thread of its own: whoever asks waits for a bounded time.
+
+A catalog is read through a mapping, and a device that does not answer keeps the thread that touches
+a page of it. So all reads are done by one thread. One that has begun and makes no progress hangs in
+its device, if the interpreter was to be had; one that has not begun only waits for its turn.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Generic, TypeVar
+
+from tierstore.errors import TierStoreError
+from tierstore.io_pool import Mailbox
+
+__all__ = ["CatalogReads", "Reading"]
+
+_logger = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
+Answer = TypeVar("Answer")
+
+_SLICE_SECONDS = 0.01
+_LOOKS_MIN = 5
+"""Who waits gives the interpreter away so often before he calls a read hung."""
+
+
+class Reading(Generic[Answer]):
+    """One read, and what came of it."""
+
+    def __init__(self, call: Callable[[], Answer]) -> None:
+        self._call = call
+        self._answer: list[Answer] = []
+        self._error: BaseException | None = None
+        self.is_done = False
+
+    def run(self) -> None:
+        """Do it, in the thread."""
+        try:
+            self._answer.append(self._call())
+        except TierStoreError as error:
+            self._error = error
+        except Exception as error:  # the outermost frame of a thread: a bug must not end it
+            _logger.exception("read of a catalog failed")
+            self._error = error
+        self.is_done = True
+
+    def answer(self) -> Answer:
+        """Return the answer of a read that is done, or raise what it raised."""
+        if self._error is not None:
+            raise self._error
+        return self._answer[0]
+
+
+class CatalogReads:
+    """The thread. One other thread asks."""
+
+    def __init__(self, name: str) -> None:
+        self._mailbox: Mailbox[Reading[object]] = Mailbox(name, self._read)
+        self._lock = threading.RLock()  # an interruption cannot keep it from being left
+        self._changed = threading.Condition(self._lock)
+        self._step_count = 0
+        """Grows with all that the thread does."""
+        self._is_reading = False
+        self._seen_step = -1
+        self._seen_at = 0.0
+        self._look_count = 0
+
+    def open(self) -> None:
+        """Start the thread."""
+        self._mailbox.open()
+
+    def ask(self, call: Callable[[], Answer]) -> Reading[Answer]:
+        """Queue a read."""
+        reading = Reading(call)
+        self._mailbox.put(reading)  # type: ignore[arg-type]
+        return reading
+
+    def progressing(self, items: Iterable[Item]) -> Iterator[Item]:
+        """Pass items on, and take note of the progress that the thread makes by that."""
+        for item in items:
+            self._step_count += 1
+            yield item
+
+    def wait(
+        self, reading: Reading[Answer], seconds: float, stuck_seconds: float | None = None
+    ) -> bool:
+        """Wait until a read is done.
+
+        False: time is up, or nothing has moved for `stuck_seconds` (None: as long).
+        """
+        stuck_seconds = seconds if stuck_seconds is None else stuck_seconds
+        until = time.monotonic() + seconds
+        while not reading.is_done:
+            if self.is_stuck(stuck_seconds) or time.monotonic() >= until:
+                return reading.is_done
+            with self._lock:
+                if not reading.is_done:
+                    self._changed.wait(min(_SLICE_SECONDS, seconds))
+        return True
+
+    def is_stuck(self, seconds: float) -> bool:
+        """Return whether the read that has begun was seen to make no progress for so long."""
+        if not self._is_reading or self._step_count != self._seen_step:
+            self._seen_step = self._step_count if self._is_reading else -1
+            self._seen_at = time.monotonic()
+            self._look_count = 0
+            return False
+        self._look_count += 1
+        return self._look_count >= _LOOKS_MIN and time.monotonic() - self._seen_at >= seconds
+
+    def close(self, timeout_seconds: float) -> bool:
+        """Do what is queued, then stop; False: the thread hangs in its catalog."""
+        return self._mailbox.close(timeout_seconds)
+
+    def _read(self, readings: list[Reading[object]]) -> None:
+        for reading in readings:
+            self._step_count += 1
+            self._is_reading = True
+            try:
+                reading.run()
+            finally:
+                self._is_reading = False
+            with self._lock:
+                self._changed.notify_all()
