@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from tierstore.backend.protocol import Backend, RecordIo
-from tierstore.errors import BackendError
+from tierstore.errors import BackendError, TierStoreError
 from tierstore.transfer import FailureReason, PageRun
 
 __all__ = ["LateBackend"]
@@ -24,9 +24,14 @@ class LateBackend:
         self._backend: Backend | None = None
         self._closed = False
         self._is_logged = False
+        self._is_tried = False
 
     def open(self) -> None:
-        """Try to open the backend; idempotent, and never raises: its calls fail meanwhile."""
+        """Try to open the backend; idempotent. A device that refuses is tried again by its calls.
+
+        Raises:
+            ConfigError, MissingExtraError: the configuration cannot work, here and now.
+        """
         self._opened()
 
     def write(self, records: Sequence[RecordIo]) -> dict[int, FailureReason]:
@@ -75,10 +80,14 @@ class LateBackend:
             if self._backend is None and not self._closed:
                 try:
                     self._backend = self._open_backend()
-                except BackendError as error:
+                except TierStoreError as error:
+                    # Later, what was sound may be gone (a key file): no reason to end a thread.
+                    if not self._is_tried and not isinstance(error, BackendError):
+                        raise
                     if not self._is_logged:
                         self._is_logged = True
                         _logger.error(
                             "tier is out of use until it opens: tier=%s cause=%s", self._name, error
                         )
+                self._is_tried = True
             return self._backend

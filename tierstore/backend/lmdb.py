@@ -20,8 +20,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.backend.failure import FailureLog
+from tierstore.backend.failure import FailureLog, name_of, reason_of
 from tierstore.backend.protocol import RecordIo
+from tierstore.codec import PlainCodec, RecordCodec
 from tierstore.errors import (
     BackendCorruptError,
     BackendFullError,
@@ -31,15 +32,7 @@ from tierstore.errors import (
 )
 from tierstore.geometry import lmdb_body_bytes
 from tierstore.lmdb_env import Cursor, LmdbEnv, ViewTransaction
-from tierstore.record import (
-    EXTENT_RECORDS_MAX,
-    HEADER_BYTES,
-    encode_headers,
-    explain_mismatch,
-    headers_equal,
-    parse_places,
-    payload_checksum,
-)
+from tierstore.record import EXTENT_RECORDS_MAX, HEADER_BYTES, parse_places
 from tierstore.system import SYSTEM, SystemCalls
 from tierstore.transfer import FailureReason, PageRun
 
@@ -76,14 +69,19 @@ class LmdbBackend:
         rank: int,
         map_bytes: int,
         durable: bool = False,
+        codec: RecordCodec | None = None,
         system: SystemCalls = SYSTEM,
     ) -> None:
-        """Describe the backend; `durable` flushes what `write` wrote before it returns."""
+        """Describe the backend; `durable` flushes what `write` wrote before it returns.
+
+        `codec` makes and verifies the records (None: with checksums).
+        """
         self._system = system
         self._directory = directory
         self._rank = rank
         self._map_bytes = map_bytes
         self._durable = durable
+        self._codec = PlainCodec() if codec is None else codec
         self._failures = FailureLog(directory)
         self._lock = threading.Lock()
         self._env: LmdbEnv | None = None
@@ -110,7 +108,9 @@ class LmdbBackend:
             self._opened = True
 
     def write(self, records: Sequence[RecordIo]) -> dict[int, FailureReason]:
-        """Write records in one transaction; one by one if the map is full. See `Backend.write`.
+        """Write records in one transaction, or as many as their codec needs. See `Backend.write`.
+
+        If the map is full, they are written one by one.
 
         A record whose place is impossible, or whose slot is too short, fails with `LAYOUT`.
         """
@@ -118,8 +118,13 @@ class LmdbBackend:
         fits = _fits(records, places)
         failed = dict.fromkeys(np.flatnonzero(~fits).tolist(), FailureReason.LAYOUT)
         indices = np.flatnonzero(fits).tolist()
-        refused = self._write_values([records[index] for index in indices], places[fits])
-        return failed | {indices[position]: reason for position, reason in refused.items()}
+        for start, stop in self._codec.spans([len(records[index].slot) for index in indices]):
+            chosen = indices[start:stop]
+            refused = self._write_values(
+                [records[index] for index in chosen], places[fits][start:stop]
+            )
+            failed |= {chosen[position]: reason for position, reason in refused.items()}
+        return failed
 
     def read(self, records: Sequence[RecordIo]) -> dict[int, FailureReason]:
         """Copy values to slots in short read transactions, and verify. See `Backend.read`."""
@@ -130,7 +135,8 @@ class LmdbBackend:
         indices = np.flatnonzero(fits).tolist()
         places = places[fits]
         headers = np.zeros((len(indices), HEADER_BYTES), np.uint8)
-        checksums = [0] * len(indices)
+        keys = [records[index].key for index in indices]
+        findings = [0] * len(indices)
         sizes = places["payload_bytes"].tolist()
         db_keys = _db_keys(places)
         try:
@@ -146,17 +152,24 @@ class LmdbBackend:
                                 causes["payload length"] += 1
                             elif found is not None:
                                 headers[position] = np.frombuffer(found, np.uint8)
-                                checksums[position] = payload_checksum(payload)
+                                (findings[position],) = self._codec.examine(
+                                    headers,
+                                    [position],
+                                    [keys[position]],
+                                    [payload],
+                                    rank=self._rank,
+                                )
         except TierStoreError as error:
             return dict.fromkeys(range(len(records)), self._fail("read", error, len(records)))
-        keys = [records[index].key for index in indices]
-        expected = encode_headers(keys, places["payload_bytes"], checksums, rank=self._rank)
-        for position in np.flatnonzero(~headers_equal(headers, expected)).tolist():
+        verified = self._codec.verify(
+            headers, keys, places["payload_bytes"], findings, rank=self._rank
+        )
+        for position in np.flatnonzero(~verified).tolist():
             index = indices[position]
             if index in failed:
                 continue
             payload = records[index].slot[: int(places["payload_bytes"][position])]
-            mismatch = explain_mismatch(
+            mismatch = self._codec.explain(
                 headers[position].tobytes(), payload, keys[position], rank=self._rank
             )
             if mismatch is not None:
@@ -205,13 +218,18 @@ class LmdbBackend:
         self, records: Sequence[RecordIo], places: npt.NDArray[np.void]
     ) -> dict[int, FailureReason]:
         sizes = places["payload_bytes"].tolist()
-        payloads = [record.slot[:size] for record, size in zip(records, sizes, strict=True)]
-        headers = encode_headers(
-            [record.key for record in records],
-            places["payload_bytes"],
-            list(map(payload_checksum, payloads)),
-            rank=self._rank,
-        ).tobytes()
+        try:
+            encoded = self._codec.encode(
+                [record.key for record in records],
+                [record.slot for record in records],
+                places["payload_bytes"],
+                rank=self._rank,
+            )
+        except OSError as error:
+            self._failures.report("write", name_of(error), record_count=len(records))
+            return dict.fromkeys(range(len(records)), reason_of(error))
+        headers = encoded.headers.tobytes()
+        payloads = [slot[:size] for slot, size in zip(encoded.slots, sizes, strict=True)]
         values = [
             (db_key, headers[i * HEADER_BYTES : (i + 1) * HEADER_BYTES], payload)
             for i, (db_key, payload) in enumerate(zip(_db_keys(places), payloads, strict=True))

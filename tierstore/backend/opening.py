@@ -10,6 +10,7 @@ from tierstore.backend.protocol import Backend
 from tierstore.config import SecondaryConfig
 from tierstore.faults import SystemOpener, open_system
 from tierstore.geometry import SpaceGeometry
+from tierstore.integrity import open_codec
 from tierstore.manifest import Manifest
 from tierstore.system import SystemCalls
 
@@ -39,8 +40,11 @@ def open_backend(
 
     Raises:
         BackendError: the path cannot be used; the message says what to change.
-        ConfigError: the capacity is too small for the catalog and one segment.
+        ConfigError: the capacity is too small for the catalog and one segment, or the key file of
+            the tier cannot be used.
+        MissingExtraError: keyed records are wanted, and `cryptography` is not installed.
     """
+    codec = open_codec(config, manifest)
     geometry = SpaceGeometry.of(config, manifest, rank_count)
     system = open_system(config) if system is None else system
     directory = config.path / f"rank{rank}"
@@ -52,6 +56,7 @@ def open_backend(
             mode=config.io.mode,
             durable=config.io.durable,
             leftovers=partial(leftover_directories, config.path, rank, rank_count),
+            codec=codec,
             system=system,
         )
     else:
@@ -60,6 +65,7 @@ def open_backend(
             rank=rank,
             map_bytes=geometry.payload_map_bytes,
             durable=config.io.durable,
+            codec=codec,
             system=system,
         )
     backend.open()

@@ -9,6 +9,7 @@ from tierstore.config.loader import emit_json_schema, load_config, to_mapping
 from tierstore.config.model import (
     Cascade,
     GpuConfig,
+    IntegrityConfig,
     IoConfig,
     IoMode,
     OffloadConfig,
@@ -20,6 +21,7 @@ from tierstore.config.model import (
 __all__ = [
     "Cascade",
     "GpuConfig",
+    "IntegrityConfig",
     "IoConfig",
     "IoMode",
     "OffloadConfig",

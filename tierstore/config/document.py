@@ -8,7 +8,7 @@ import difflib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -22,6 +22,7 @@ from pydantic_core import ErrorDetails
 
 from tierstore.config.model import (
     GpuConfig,
+    IntegrityConfig,
     IoConfig,
     OffloadConfig,
     PrimaryConfig,
@@ -30,10 +31,12 @@ from tierstore.config.model import (
 )
 from tierstore.config.units import DURATION_PATTERN, SIZE_PATTERN, parse_duration, parse_size
 from tierstore.errors import ConfigError
+from tierstore.key_file import looks_like_key
 
 __all__ = [
     "Document",
     "GpuSection",
+    "IntegritySection",
     "IoSection",
     "OffloadSection",
     "PrimarySection",
@@ -59,10 +62,37 @@ def _path_text(raw: object) -> object:
     return text
 
 
+def _key_path(raw: object) -> object:
+    """Refuse a key in the place of its file, without quoting it."""
+    if not isinstance(raw, str | os.PathLike):
+        raise ValueError("expected the path of a file")  # noqa: TRY004 - pydantic asks for it
+    text = _path_text(raw)
+    if not isinstance(text, str):
+        raise ValueError("expected the path of a file, as text")  # noqa: TRY004 - as above
+    if looks_like_key(text):
+        raise ValueError("this is a key; write it to a file, and give the path of that")
+    return text
+
+
+def _integrity_mapping(raw: object) -> object:
+    """Refuse `integrity:` without keys, which would silently mean nothing; quote nothing."""
+    if not isinstance(raw, Mapping | IntegritySection):
+        raise ValueError("expected a mapping with key_file")  # noqa: TRY004 - as above
+    return raw
+
+
 Size = Annotated[int, BeforeValidator(parse_size), _schema(SIZE_PATTERN, "20GiB")]
 PositiveSize = Annotated[Size, Field(gt=0)]
 Duration = Annotated[float, BeforeValidator(parse_duration), _schema(DURATION_PATTERN, "2s")]
 PathText = Annotated[str, BeforeValidator(_path_text)]
+KeyPathText = Annotated[str, BeforeValidator(_key_path)]
+
+
+def _leave_out_none(schema: dict[str, Any]) -> None:
+    """Describe a section that may be left out, but not be written as null."""
+    del schema["default"]
+    (section, _) = schema.pop("anyOf")
+    schema.update(section)
 
 
 class _Section(BaseModel):
@@ -121,6 +151,21 @@ class IoSection(_Section):
         )
 
 
+class IntegritySection(_Section):
+    """How one secondary tier keeps records that nobody else can make, or read."""
+
+    key_file: KeyPathText = Field(min_length=1)
+    """A file with one key a line; `~` is expanded; relative to the folder of the YAML file."""
+    encrypt: bool = False
+    """Encrypt the payload of new records, too; block hashes and the catalog stay readable."""
+
+    def build(self, folder: Path) -> IntegrityConfig:
+        """Return the section as the rest of tierstore sees it; `folder` bases a relative path."""
+        return IntegrityConfig(
+            key_file=folder / Path(self.key_file).expanduser(), encrypt=self.encrypt
+        )
+
+
 class SecondarySection(_Section):
     """One tier on disk."""
 
@@ -137,6 +182,10 @@ class SecondarySection(_Section):
     eviction: Literal["lru"] = "lru"
     """Which record leaves first."""
     io: IoSection = Field(default=IoSection(), json_schema_extra={"default": {}})
+    integrity: Annotated[IntegritySection | None, BeforeValidator(_integrity_mapping)] = Field(
+        default=None, json_schema_extra=_leave_out_none
+    )
+    """Needs the extra `integrity`. Records that were made without the key are misses."""
 
     def build(self, folder: Path) -> SecondaryConfig:
         """Return the section as the rest of tierstore sees it; `folder` bases a relative path."""
@@ -148,6 +197,7 @@ class SecondarySection(_Section):
             cascade=self.cascade,
             eviction=self.eviction,
             io=self.io.build(),
+            integrity=None if self.integrity is None else self.integrity.build(folder),
         )
 
 
@@ -267,6 +317,7 @@ _SECTIONS: dict[str, type[BaseModel]] = {
     "primary": PrimarySection,
     "secondary": SecondarySection,
     "io": IoSection,
+    "integrity": IntegritySection,
     "offload": OffloadSection,
     "gpu": GpuSection,
 }

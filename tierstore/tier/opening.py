@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from tierstore.clock import Clock, MonotonicClock
 from tierstore.config import StoreConfig
 from tierstore.faults import SystemOpener, open_system
+from tierstore.integrity import open_codec
 from tierstore.layout import GroupKind, GroupSpec
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters, Metric
@@ -39,7 +40,7 @@ def open_stack(
     `open_system` that lets a device fail.
 
     Raises:
-        ConfigError: a capacity is too small.
+        ConfigError, MissingExtraError: a capacity is too small, or a key file cannot be used.
         CatalogError, ManifestError: a secondary tier cannot be opened; none stays open.
     """
     groups = manifest.group_specs()
@@ -101,11 +102,14 @@ def check_tiers(config: StoreConfig, manifest: Manifest, *, rank_count: int) -> 
     Creates the directories of secondary tiers, as `open_stack` does; leaves nothing open.
 
     Raises:
-        ConfigError: a capacity is too small, or a path belongs to another kind of tier.
+        ConfigError: a capacity is too small, a key file cannot be used, or a path belongs to
+            another kind of tier.
+        MissingExtraError: a tier wants keyed records, and `cryptography` is not installed.
         CatalogError, ManifestError: a secondary tier cannot be opened.
     """
     _primary(config, manifest.group_specs())
     for tier in config.secondary:
+        open_codec(tier, manifest)
         Catalog.open(tier, manifest, rank_count=rank_count).close()
 
 

@@ -8,6 +8,7 @@ from typing import Self
 from tierstore.clock import MonotonicClock
 from tierstore.config import SecondaryConfig
 from tierstore.errors import BackendError, CatalogError
+from tierstore.integrity import open_codec
 from tierstore.io_pool import Mailbox
 from tierstore.key import OffloadKey
 from tierstore.manifest import Manifest
@@ -82,14 +83,17 @@ class SecondaryTier:
     ) -> Self:
         """Open or create the catalog, recover what a killed process left, start the writer.
 
+        The key file, which the data planes need, is only checked, before anything is opened.
         `system` is what the configuration says unless it is given.
 
         Raises:
             CatalogError: the catalog cannot be opened; the message says what to do.
             ManifestError: the path holds a manifest of the same namespace with other contents.
-            ConfigError: the capacity is too small for the catalog and one segment, or the path
-                belongs to another kind of tier.
+            ConfigError: the capacity is too small for the catalog and one segment, the path belongs
+                to another kind of tier, or the key file cannot be used.
+            MissingExtraError: keyed records are wanted, and `cryptography` is not installed.
         """
+        open_codec(config, manifest)
         catalog = Catalog.open(config, manifest, rank_count=rank_count, system=system)
         tier = cls(catalog, manifest, f"{tier_idx}-{config.name}")
         tier._writer.recover()
