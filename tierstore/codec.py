@@ -22,7 +22,7 @@ from tierstore.record import (
     payload_checksum,
 )
 
-__all__ = ["Encoded", "PlainCodec", "RecordCodec"]
+__all__ = ["Encoded", "PlainCheck", "PlainCodec", "ReadBatch", "RecordCheck", "RecordCodec"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,33 @@ class Encoded:
     """A row of `HEADER_BYTES` for each."""
     slots: Sequence[memoryview]
     """As long as the given ones, page-aligned; valid until this thread encodes or reads again."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBatch:
+    """Records to read; headers and payloads may arrive later, each before it is examined."""
+
+    keys: Sequence[OffloadKey]
+    payload_bytes: npt.NDArray[np.unsignedinteger]
+    payloads: Sequence[memoryview]
+    """As they are stored; as they are, once verified."""
+    rows: npt.NDArray[np.uint8]
+    """Of `HEADER_BYTES` each; some of them are headers."""
+    numbers: npt.NDArray[np.int64] | None = None
+    """Per record, the row that is its header; None: they are in the order of the records."""
+
+
+class RecordCheck(Protocol):
+    """The verification of one batch. One thread."""
+
+    def examine(self, start: int, stop: int) -> None:
+        """Look at the records [start, stop), and leave in each what was stored, if it verifies.
+
+        Touches each payload once: best done while they are in the processor's cache.
+        """
+
+    def verified(self) -> npt.NDArray[np.bool_]:
+        """Return for each record whether it was examined, and is the one that was asked for."""
 
 
 class RecordCodec(Protocol):
@@ -55,39 +82,15 @@ class RecordCodec(Protocol):
             OSError: there is no memory for it.
         """
 
-    def examine(
-        self,
-        rows: npt.NDArray[np.uint8],
-        numbers: Sequence[int],
-        keys: Sequence[OffloadKey],
-        payloads: Sequence[memoryview],
-        *,
-        rank: int,
-    ) -> list[int]:
-        """Look at payloads as read, and leave in each what was stored, if it verifies.
-
-        The header of each is the row of that number. Returns a finding for each, which says nothing
-        to anybody but `verify`. Touches each payload once, so that it is best called while they
-        are in the processor's cache.
-        """
-
-    def verify(
-        self,
-        headers: npt.NDArray[np.uint8],
-        keys: Sequence[OffloadKey],
-        payload_bytes: npt.NDArray[np.unsignedinteger],
-        findings: Sequence[int],
-        *,
-        rank: int,
-    ) -> npt.NDArray[np.bool_]:
-        """Return for each record whether it is the one that was asked for."""
+    def check(self, batch: ReadBatch, *, rank: int) -> RecordCheck:
+        """Begin to verify a batch."""
 
     def explain(
         self, header: bytes, payload: memoryview, key: OffloadKey, *, rank: int
     ) -> Mismatch | None:
         """Compare one record, header and payload as read, with what was asked for.
 
-        None: it is the one, and `payload` holds what was stored. Agrees with `verify`.
+        None: it is the one, and `payload` holds what was stored. Agrees with `check`.
         """
 
 
@@ -114,33 +117,37 @@ class PlainCodec:
         headers = encode_headers(keys, payload_bytes, checksums, rank=rank)
         return Encoded(headers.view(np.uint8).reshape(-1, HEADER_BYTES), slots)
 
-    def examine(
-        self,
-        rows: npt.NDArray[np.uint8],
-        numbers: Sequence[int],
-        keys: Sequence[OffloadKey],
-        payloads: Sequence[memoryview],
-        *,
-        rank: int,
-    ) -> list[int]:
-        """Return the checksums of the payloads."""
-        del rows, numbers, keys, rank
-        return list(map(payload_checksum, payloads))
-
-    def verify(
-        self,
-        headers: npt.NDArray[np.uint8],
-        keys: Sequence[OffloadKey],
-        payload_bytes: npt.NDArray[np.unsignedinteger],
-        findings: Sequence[int],
-        *,
-        rank: int,
-    ) -> npt.NDArray[np.bool_]:
-        """Compare the headers with those that the checksums give."""
-        return headers_equal(headers, encode_headers(keys, payload_bytes, findings, rank=rank))
+    def check(self, batch: ReadBatch, *, rank: int) -> "PlainCheck":
+        """Begin to compare a batch with its checksums."""
+        return PlainCheck(batch, rank)
 
     def explain(
         self, header: bytes, payload: memoryview, key: OffloadKey, *, rank: int
     ) -> Mismatch | None:
         """See `record.explain_mismatch`."""
         return explain_mismatch(header, payload, key, rank=rank)
+
+
+class PlainCheck:
+    """Compares headers with those that the payloads as read would have. See `RecordCheck`."""
+
+    def __init__(self, batch: ReadBatch, rank: int) -> None:
+        """Begin with nothing examined."""
+        self._batch = batch
+        self._rank = rank
+        self._payloads = batch.payloads
+        self._checksums = [0] * len(batch.payloads)
+        self._examined = bytearray(len(batch.payloads))
+
+    def examine(self, start: int, stop: int) -> None:
+        """Sum payloads up."""
+        self._checksums[start:stop] = map(payload_checksum, self._payloads[start:stop])
+        self._examined[start:stop] = b"\1" * (stop - start)
+
+    def verified(self) -> npt.NDArray[np.bool_]:
+        """Compare the headers with those that the sums give."""
+        batch = self._batch
+        expected = encode_headers(batch.keys, batch.payload_bytes, self._checksums, rank=self._rank)
+        headers = batch.rows if batch.numbers is None else batch.rows[batch.numbers]
+        equal = headers_equal(headers, expected)
+        return equal & np.frombuffer(self._examined, np.bool_) if 0 in self._examined else equal

@@ -21,12 +21,13 @@ import mmap
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.codec import Encoded
+from tierstore.codec import Encoded, ReadBatch
 from tierstore.errors import MissingExtraError
 from tierstore.key import OffloadKey
 from tierstore.key_file import KEY_ID_BYTES, RecordKey
@@ -46,7 +47,7 @@ from tierstore.transfer import FailureReason
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-__all__ = ["PAYLOAD_BYTES_MAX", "KeyedCodec"]
+__all__ = ["PAYLOAD_BYTES_MAX", "KeyedCheck", "KeyedCodec"]
 
 PAYLOAD_BYTES_MAX = (1 << 31) - 4096
 """The library takes messages of less than 2 GiB, tag included."""
@@ -151,39 +152,9 @@ class KeyedCodec:
             start += len(slot)
         return rooms
 
-    def examine(
-        self,
-        rows: npt.NDArray[np.uint8],
-        numbers: Sequence[int],
-        keys: Sequence[OffloadKey],
-        payloads: Sequence[memoryview],
-        *,
-        rank: int,
-    ) -> list[int]:
-        """Return 1 for each record that verifies, and decrypt it in its place; 0 for others."""
-        return [
-            self._finding(rows[number].tobytes(), payload, key, rank)
-            for number, key, payload in zip(numbers, keys, payloads, strict=True)
-        ]
-
-    def _finding(self, header: bytes, payload: memoryview, key: OffloadKey, rank: int) -> bool:
-        try:
-            return self._opens(header, payload, key, rank)
-        except OSError:  # `explain` will say so, if it meets the same
-            return False
-
-    def verify(
-        self,
-        headers: npt.NDArray[np.uint8],
-        keys: Sequence[OffloadKey],
-        payload_bytes: npt.NDArray[np.unsignedinteger],
-        findings: Sequence[int],
-        *,
-        rank: int,
-    ) -> npt.NDArray[np.bool_]:
-        """Return the findings: all was done when the payload was examined."""
-        del headers, keys, payload_bytes, rank
-        return np.array(findings, np.bool_)
+    def check(self, batch: ReadBatch, *, rank: int) -> "KeyedCheck":
+        """Begin to verify a batch."""
+        return KeyedCheck(self, batch, rank)
 
     def explain(
         self, header: bytes, payload: memoryview, key: OffloadKey, *, rank: int
@@ -200,7 +171,7 @@ class KeyedCodec:
         if header[IDENTITY_BYTES : IDENTITY_BYTES + KEY_ID_BYTES] not in self._keys:
             return Mismatch(FailureReason.CORRUPT, "unknown key")
         try:
-            if self._opens(header, payload, key, rank):
+            if self.opens(header, payload, key, rank=rank):
                 return None
         except OSError:
             return Mismatch(FailureReason.IO_ERROR, "no memory to decrypt")
@@ -208,7 +179,7 @@ class KeyedCodec:
             return Mismatch(FailureReason.ABSENT, "payload given back")
         return Mismatch(FailureReason.CORRUPT, "mac")
 
-    def _opens(self, header: bytes, payload: memoryview, key: OffloadKey, rank: int) -> bool:
+    def opens(self, header: bytes, payload: memoryview, key: OffloadKey, *, rank: int) -> bool:
         """Verify a record, and decrypt it in its place; if it fails, `payload` is as it was.
 
         Raises:
@@ -246,6 +217,34 @@ class KeyedCodec:
             # The library writes before it verifies: nobody shall see that.
             payload[:] = room[:size]
             raise
+
+
+class KeyedCheck:
+    """Verifies records one by one. See `RecordCheck`."""
+
+    def __init__(self, codec: KeyedCodec, batch: ReadBatch, rank: int) -> None:
+        """Begin with nothing examined."""
+        self._codec = codec
+        self._batch = batch
+        self._rank = rank
+        self._numbers: Sequence[int] = range(len(batch.payloads))
+        if batch.numbers is not None:
+            self._numbers = batch.numbers.tolist()
+        self._verified = bytearray(len(batch.payloads))
+
+    def examine(self, start: int, stop: int) -> None:
+        """Verify records, and decrypt them in their places."""
+        batch = self._batch
+        for i in range(start, stop):
+            header = batch.rows[self._numbers[i]].tobytes()
+            with suppress(OSError):  # `explain` will say so, if it meets the same
+                self._verified[i] = self._codec.opens(
+                    header, batch.payloads[i], batch.keys[i], rank=self._rank
+                )
+
+    def verified(self) -> npt.NDArray[np.bool_]:
+        """Return what was found: all is done by then."""
+        return np.frombuffer(self._verified, np.bool_)
 
 
 def _import_cipher() -> "tuple[type[AESGCM], type[Exception]]":

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from keyed import KINDS, codec_of, secret_of
 from xxhash import xxh3_64_intdigest
 
-from tierstore.codec import PlainCodec
+from tierstore.codec import PlainCodec, ReadBatch
 from tierstore.key import Namespace, make_offload_keys
 from tierstore.key_file import RecordKey
 from tierstore.layout import PAGE_BYTES, round_up
@@ -58,8 +58,10 @@ def read(codec, header, stored, key=KEYS[0], rank=RANK):
     payload = memoryview(bytearray(stored))
     rows = np.frombuffer(header, np.uint8).reshape(1, HEADER_BYTES)
     sizes = np.array([len(stored)], np.uint32)
-    findings = codec.examine(rows, [0], [key], [payload], rank=rank)
-    verified = codec.verify(rows, [key], sizes, findings, rank=rank)
+    check = codec.check(ReadBatch([key], sizes, [payload], rows, np.arange(1)), rank=rank)
+    assert not check.verified().any(), "nothing is, before it is examined"
+    check.examine(0, 1)
+    verified = check.verified()
     outcomes.append(bytes(payload) if verified.all() else None)
     if not verified.all():
         assert payload == stored, "what did not verify was changed"

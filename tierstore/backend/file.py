@@ -28,7 +28,7 @@ from tierstore.backend.header_cache import HeaderCache
 from tierstore.backend.probe import probe
 from tierstore.backend.protocol import RecordIo
 from tierstore.backend.segment import Segment, SegmentFiles
-from tierstore.codec import PlainCodec, RecordCodec
+from tierstore.codec import PlainCodec, ReadBatch, RecordCodec
 from tierstore.config.model import IoMode
 from tierstore.errors import BackendError
 from tierstore.layout import PAGE_BYTES
@@ -255,24 +255,22 @@ class FileBackend:
     def _read_part(self, records: Sequence[RecordIo], part: ReadPart) -> list[int]:
         """Read the runs of a part; return the indices of records that did not verify."""
         chosen = [records[index] for index in part.indices]
-        keys = [record.key for record in chosen]
         payload_bytes = part.places["payload_bytes"]
-        sizes = payload_bytes.tolist()
-        numbers = part.extents * EXTENT_RECORDS_MAX + part.places["index"].astype(np.int64)
-        rows, row_numbers = self._scratch.rows, numbers.tolist()
-        findings = [0] * len(chosen)
-        arrived = np.zeros(len(chosen), np.bool_)
-        for run in part.runs:
-            start, stop = run.start, self._read_run(run, part, chosen)
-            arrived[start:stop] = True
-            # The run is verified at once, while its slots are in the processor's cache.
-            payloads = [chosen[position].slot[: sizes[position]] for position in range(start, stop)]
-            findings[start:stop] = self._codec.examine(
-                rows, row_numbers[start:stop], keys[start:stop], payloads, rank=self._rank
-            )
-        verified = arrived & self._codec.verify(
-            rows[numbers], keys, payload_bytes, findings, rank=self._rank
+        batch = ReadBatch(
+            keys=[record.key for record in chosen],
+            payload_bytes=payload_bytes,
+            payloads=[
+                record.slot[:size]
+                for record, size in zip(chosen, payload_bytes.tolist(), strict=True)
+            ],
+            rows=self._scratch.rows,
+            numbers=part.extents * EXTENT_RECORDS_MAX + part.places["index"].astype(np.int64),
         )
+        check = self._codec.check(batch, rank=self._rank)
+        for run in part.runs:
+            # The run is verified at once, while its slots are in the processor's cache.
+            check.examine(run.start, self._read_run(run, part, chosen))
+        verified = check.verified()
         self._keep_headers(part, verified)
         if verified.all():
             return []

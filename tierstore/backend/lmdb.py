@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from tierstore.backend.failure import FailureLog, name_of, reason_of
 from tierstore.backend.protocol import RecordIo
-from tierstore.codec import PlainCodec, RecordCodec
+from tierstore.codec import PlainCodec, ReadBatch, RecordCodec
 from tierstore.errors import (
     BackendCorruptError,
     BackendFullError,
@@ -118,11 +118,10 @@ class LmdbBackend:
         fits = _fits(records, places)
         failed = dict.fromkeys(np.flatnonzero(~fits).tolist(), FailureReason.LAYOUT)
         indices = np.flatnonzero(fits).tolist()
+        places = places[fits]
         for start, stop in self._codec.spans([len(records[index].slot) for index in indices]):
             chosen = indices[start:stop]
-            refused = self._write_values(
-                [records[index] for index in chosen], places[fits][start:stop]
-            )
+            refused = self._write_values([records[index] for index in chosen], places[start:stop])
             failed |= {chosen[position]: reason for position, reason in refused.items()}
         return failed
 
@@ -134,43 +133,40 @@ class LmdbBackend:
         causes = Counter({"impossible place": len(failed)} if failed else {})
         indices = np.flatnonzero(fits).tolist()
         places = places[fits]
-        headers = np.zeros((len(indices), HEADER_BYTES), np.uint8)
-        keys = [records[index].key for index in indices]
-        findings = [0] * len(indices)
         sizes = places["payload_bytes"].tolist()
+        batch = ReadBatch(
+            keys=[records[index].key for index in indices],
+            payload_bytes=places["payload_bytes"],
+            payloads=[
+                records[index].slot[:size] for index, size in zip(indices, sizes, strict=True)
+            ],
+            rows=np.zeros((len(indices), HEADER_BYTES), np.uint8),
+        )
+        check = self._codec.check(batch, rank=self._rank)
         db_keys = _db_keys(places)
         try:
             with self._environment() as env:
                 for start, stop in _spans(sizes):
                     with env.read_views() as txn:
                         for position in range(start, stop):
-                            index = indices[position]
-                            payload = records[index].slot[: sizes[position]]
-                            found = _copy_record(txn, db_keys[position], payload)
+                            found = _copy_record(txn, db_keys[position], batch.payloads[position])
                             if found == b"":
-                                failed[index] = FailureReason.CORRUPT
+                                failed[indices[position]] = FailureReason.CORRUPT
                                 causes["payload length"] += 1
                             elif found is not None:
-                                headers[position] = np.frombuffer(found, np.uint8)
-                                (findings[position],) = self._codec.examine(
-                                    headers,
-                                    [position],
-                                    [keys[position]],
-                                    [payload],
-                                    rank=self._rank,
-                                )
+                                batch.rows[position] = np.frombuffer(found, np.uint8)
+                    check.examine(start, stop)
         except TierStoreError as error:
             return dict.fromkeys(range(len(records)), self._fail("read", error, len(records)))
-        verified = self._codec.verify(
-            headers, keys, places["payload_bytes"], findings, rank=self._rank
-        )
-        for position in np.flatnonzero(~verified).tolist():
+        for position in np.flatnonzero(~check.verified()).tolist():
             index = indices[position]
             if index in failed:
                 continue
-            payload = records[index].slot[: int(places["payload_bytes"][position])]
             mismatch = self._codec.explain(
-                headers[position].tobytes(), payload, keys[position], rank=self._rank
+                batch.rows[position].tobytes(),
+                batch.payloads[position],
+                batch.keys[position],
+                rank=self._rank,
             )
             if mismatch is not None:
                 failed[index] = mismatch.reason
