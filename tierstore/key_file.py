@@ -60,6 +60,8 @@ def read_key_file(path: Path) -> tuple[RecordKey, ...]:
         ConfigError: the file cannot be used; names it and the remedy, and quotes nothing of it.
     """
     secrets = _parse(path, _read(path))
+    if bytes(_KEY_BYTES) in secrets:  # what a power cut may leave of a file
+        raise ConfigError(f"{path}: a key of zeros is none; make a new one")
     keys = tuple(map(RecordKey, dict.fromkeys(secrets)))
     if len({key.key_id for key in keys}) < len(keys):
         raise ConfigError(f"{path}: two of its keys have the same identifier; replace one of them")

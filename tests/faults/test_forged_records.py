@@ -198,6 +198,23 @@ def test_a_key_is_changed_without_losing_a_record(tier, encrypt, caplog):
     assert causes(caplog) == ["unknown key"]
 
 
+def test_running_stores_share_a_path_while_their_key_is_changed(tmp_path):
+    """One has been restarted with the new key in front, the other one not yet."""
+    stores = [Tier(tmp_path / name) for name in ("old", "new")]
+    for tier in stores:
+        tier.folder.mkdir()
+        tier.path = tmp_path / "tier"
+    old, new = stores
+    with old.open(1, 2) as first, new.open(2, 1, encrypt=True) as second:
+        assert old.chunks.put(first, range(10)) == 10
+        assert new.chunks.put(second, range(10, 20)) == 10
+        first.flush()
+        second.flush()
+        assert new.chunks.found(second, range(20)) == list(range(20))
+        assert old.chunks.found(first, range(20)) == list(range(20))
+        assert misses(first) == misses(second) == {}
+
+
 def test_encryption_is_turned_on_and_off_without_losing_a_record(tier):
     tier.store(1)
     assert tier.found(1, encrypt=True) == (list(NUMBERS), {})

@@ -83,6 +83,8 @@ def test_several_keys_keep_their_order_and_a_repeated_one_counts_once(tmp_path):
         ("ä".encode() * 32, "64 hexadecimal"),
         (b"\n".join(os.urandom(32).hex().encode() for _ in range(17)), "at most 16"),
         (b"x" * 5000, "4096"),
+        (bytes(32), "zeros"),
+        (SECRET.hex().encode() + b"\n" + b"0" * 64, "zeros"),
     ],
 )
 def test_what_is_no_key_is_refused_and_not_quoted(tmp_path, content, words):
@@ -102,7 +104,7 @@ def test_any_content_is_keys_or_refused_by_name(tmp_path_factory, content):
 
 def test_two_keys_with_one_identifier_are_refused(tmp_path):
     seen = {}
-    for number in range(1 << 20):
+    for number in range(1, 1 << 20):
         secret = number.to_bytes(32, "little")
         other = seen.setdefault(RecordKey(secret).key_id, secret)
         if other != secret:
