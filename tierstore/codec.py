@@ -1,8 +1,8 @@
 """How the bytes of records are made and verified: the seam between backends and the record format.
 
 write   spans -> encode, per span -> the header and the stored bytes of each record
-read    examine, while the bytes are in the processor's cache -> verify, per batch
-        -> explain, of those that did not verify and were read anew
+read    check -> examine, part by part, while the bytes are in the processor's cache
+        -> verified, of all -> explain, of those that were not
 """
 
 from collections.abc import Sequence
