@@ -15,7 +15,8 @@ cold: pages of our files are dropped from the page cache, memory holds other chu
 the chunks in another order than they were stored in. Every figure is the median of the runs, with
 the slowest and the fastest; CPU seconds are those of the whole process, per GB; peak memory is
 that of one chunk size, the benchmark's own arrays included. `--full` measures all chunk sizes and
-requests of up to 1024 chunks. A cell that is not measured is named with the reason.
+requests of up to 1024 chunks, `--integrity` keyed records. A cell that is not measured is named
+with the reason.
 """
 
 import argparse
@@ -239,6 +240,14 @@ def config_of(
     }
     if backend == "lmdb":
         del tier["io"]["mode"]  # type: ignore[attr-defined]
+    if arguments.integrity != "none":
+        key_file = directory.parent / "records.key"
+        key_file.touch(mode=0o600)
+        key_file.write_bytes(os.urandom(32))
+        tier["integrity"] = {
+            "key_file": str(key_file),
+            "encrypt": arguments.integrity == "encrypt",
+        }
     primary = {"capacity": f"{2 * data_bytes + (8 << 20)}B"}
     return load_config({"version": 1, "primary": primary, "secondary": [tier]})
 
@@ -336,6 +345,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--threads", type=int, default=8)
     parser.add_argument("--mode", choices=["direct", "buffered", "mmap"], default="direct")
+    parser.add_argument("--integrity", choices=["none", "mac", "encrypt"], default="none")
     parser.add_argument("--json", type=Path, help="write all values to this file")
     arguments = parser.parse_args()
     arguments.chunks = arguments.chunks or (FULL_CHUNKS if arguments.full else CHUNKS)
@@ -345,7 +355,10 @@ def main() -> None:
         "cores": os.cpu_count(),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        **{name: getattr(arguments, name) for name in ("bytes", "runs", "threads", "mode")},
+        **{
+            name: getattr(arguments, name)
+            for name in ("bytes", "runs", "threads", "mode", "integrity")
+        },
     }
     print(*(f"{name}={value}" for name, value in conditions.items()))
     results: list[dict[str, object]] = []

@@ -83,6 +83,7 @@ def test_importing_tierstore_is_light() -> None:
         "yaml",
         "torch",
         "vllm",
+        "cryptography",
         "cupy",
         "asyncio",
         "typer",

@@ -15,12 +15,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
+from tierstore.bounded_log import bounded
 from tierstore.errors import BackendError, BackendForeignError
 from tierstore.system import SYSTEM, SystemCalls
 
 __all__ = ["DIRECTORY_MODE", "FILE_MODE", "Directory", "foreign_user"]
 
-_logger = logging.getLogger(__name__)
+_logger = bounded(logging.getLogger(__name__))
 
 DIRECTORY_MODE = 0o700
 FILE_MODE = 0o600

@@ -503,7 +503,7 @@ def _open_mapped(directory: Directory, map_bytes: int, *, readahead: bool) -> lm
                 sync=False,
                 metasync=False,
                 readahead=readahead,
-                meminit=False,
+                meminit=True,  # or what the heap held, keys and prompts, would come to the disk
             )
         except lmdb.MemoryError:
             if map_bytes <= _MAP_BYTES_MIN:

@@ -10,13 +10,14 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
+from tierstore.bounded_log import bounded
 from tierstore.directory import Directory, foreign_user
 from tierstore.errors import BackendError, BackendForeignError
 from tierstore.system import SYSTEM, SystemCalls
 
 __all__ = ["MARKER_NAME", "claim", "is_marked", "open_below"]
 
-_logger = logging.getLogger(__name__)
+_logger = bounded(logging.getLogger(__name__))
 
 MARKER_NAME = ".tierstore"
 

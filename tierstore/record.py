@@ -11,7 +11,7 @@ stored together is read with one vectored call, and small chunks do not pay a pa
 
     offset  bytes  field             content (integers are little-endian)
          0      8  magic             b"TSRECORD"
-         8      2  format_version    `manifest.FORMAT_VERSION`
+         8      2  format_version    `manifest.FORMAT_VERSION`; a keyed record has a mark added
         10      2  key_bytes         length of the key, 20 to 76
         12      4  payload_bytes     live bytes of the payload; the rest of its pages is arbitrary
         16     76  key               namespace, group index and block hash, zero-padded
@@ -20,11 +20,21 @@ stored together is read with one vectored call, and small chunks do not pay a pa
        104     16  reserved          MUST be zero
        120      8  header_checksum   xxh3_64 of bytes 0 to 119
 
+A keyed record (see `keyed_codec`) has, instead of what begins at 96:
+
+        96      4  key_id            which key of the key file
+       100     12  nonce             random
+       112     16  tag               of all of the above, and of the payload
+
 The headers that a header page does not use are zero. A reader knows key, length and rank from the
 catalog, takes none of them from the disk, and MUST refuse a record whose header differs in any bit
-from the one that these and the checksum of the payload as read give. A header of zeros is a record
+from the one that these and the checksum of the payload as read give; or, of a keyed record, whose
+tag is not the one that these and the payload as read have. A header of zeros is a record
 that is gone (its pages were given back); so is a payload of zeros whose checksum is not that of
 zeros.
+
+A checksum finds accidents. Whoever can write below the path can make a record that it fits; only
+keyed records are safe from that.
 """
 
 import struct
@@ -44,18 +54,26 @@ __all__ = [
     "EXTENT_RECORDS_MAX",
     "HEADER_BYTES",
     "HEADER_DTYPE",
+    "IDENTITY_BYTES",
+    "KEYED_VERSIONS",
     "PLACE_BYTES",
     "PLACE_DTYPE",
     "Mismatch",
     "encode_headers",
     "explain_mismatch",
     "headers_equal",
+    "identity_fault",
+    "pack_identity",
     "parse_places",
     "payload_checksum",
 ]
 
 HEADER_BYTES = 128
 EXTENT_RECORDS_MAX = PAGE_BYTES // HEADER_BYTES
+IDENTITY_BYTES = 96
+"""What a header begins with, in records of both kinds: magic, version, key, length and rank."""
+KEYED_VERSIONS = frozenset({FORMAT_VERSION | 0x100, FORMAT_VERSION | 0x200})
+"""Format versions of keyed records: authenticated ones, and those that are encrypted, too."""
 
 PLACE_DTYPE = np.dtype(
     [
@@ -90,6 +108,7 @@ HEADER_DTYPE = np.dtype(
 _MAGIC = b"TSRECORD"
 _CHECKED_BYTES = HEADER_BYTES - 8
 _CHECKED_FIELDS = struct.Struct(f"<8sHHI{KEY_BYTES_MAX}sIQ16x")
+_IDENTITY_FIELDS = struct.Struct(f"<8sHHI{KEY_BYTES_MAX}sI")
 _CHECKSUM = struct.Struct("<Q")
 _NO_PLACE = bytes(PLACE_BYTES)
 
@@ -134,6 +153,11 @@ def encode_headers(
     return np.frombuffer(encoded, HEADER_DTYPE)
 
 
+def pack_identity(key: OffloadKey, payload_bytes: int, version: int, *, rank: int) -> bytes:
+    """Return the first `IDENTITY_BYTES` of a record's header."""
+    return _IDENTITY_FIELDS.pack(_MAGIC, version, len(key), payload_bytes, key, rank)
+
+
 def headers_equal(
     actual: npt.NDArray[np.uint8], expected: npt.NDArray[np.void]
 ) -> npt.NDArray[np.bool_]:
@@ -163,21 +187,33 @@ def explain_mismatch(
     return Mismatch(FailureReason.CORRUPT, "payload checksum")
 
 
-def _header_fault(header: bytes, payload_bytes: int, key: OffloadKey, rank: int) -> str | None:
-    """Name the first field of a header that is not as expected."""
-    fields = np.frombuffer(header, HEADER_DTYPE)[0]
+def identity_fault(
+    fields: np.void, payload_bytes: int, key: OffloadKey, *, rank: int
+) -> str | None:
+    """Name what in the fields of `HEADER_DTYPE` is not of the record that was asked for."""
     if fields["magic"].tobytes() != _MAGIC:
         return "magic"
-    if fields["format_version"] != FORMAT_VERSION:
-        return "format version"
-    if xxh3_64_intdigest(header[:_CHECKED_BYTES]) != fields["header_checksum"]:
-        return "header checksum"
     if fields["key_bytes"] != len(key) or fields["key"].tobytes() != key.ljust(
         KEY_BYTES_MAX, b"\0"
     ):
         return "key"
     if fields["payload_bytes"] != payload_bytes:
         return "payload length"
-    if fields["rank"] != rank:
-        return "rank"
+    return "rank" if fields["rank"] != rank else None
+
+
+def _header_fault(header: bytes, payload_bytes: int, key: OffloadKey, rank: int) -> str | None:
+    """Name the first field of a header that is not as expected."""
+    fields = np.frombuffer(header, HEADER_DTYPE)[0]
+    if fields["magic"].tobytes() != _MAGIC:
+        return "magic"
+    if fields["format_version"] in KEYED_VERSIONS:
+        return "written with a key"
+    if fields["format_version"] != FORMAT_VERSION:
+        return "format version"
+    if xxh3_64_intdigest(header[:_CHECKED_BYTES]) != fields["header_checksum"]:
+        return "header checksum"
+    fault = identity_fault(fields, payload_bytes, key, rank=rank)
+    if fault is not None:
+        return fault
     return "reserved bytes" if any(fields["reserved"].tobytes()) else None

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tierstore.config import (
     GpuConfig,
+    IntegrityConfig,
     IoConfig,
     OffloadConfig,
     PrimaryConfig,
@@ -157,6 +158,7 @@ def test_the_document_has_a_key_for_every_field() -> None:
         "PrimarySection": PrimaryConfig,
         "SecondarySection": SecondaryConfig,
         "IoSection": IoConfig,
+        "IntegritySection": IntegrityConfig,
         "OffloadSection": OffloadConfig,
         "GpuSection": GpuConfig,
     }

@@ -27,6 +27,21 @@ def test_a_device_without_room_is_an_error(tmp_path: Path, monkeypatch: pytest.M
         LmdbEnv.open(tmp_path, map_bytes=1 << 20)
 
 
+def test_nothing_of_the_heap_comes_to_the_disk(tmp_path: Path):
+    """Pages are taken from memory that held other things before: prompts, or a key."""
+    marker = b"what the heap held before "
+    env = LmdbEnv.open(tmp_path, map_bytes=16 << 20)
+    for turn in range(20):
+        sizes = (4000, 4080, 4096, 8192, 12_288, 20_000)
+        blocks = [bytearray(marker * (size // len(marker))) for size in sizes for _ in range(200)]
+        del blocks
+        with env.write() as txn:
+            for item in range(30):
+                txn.put(b"%04d%04d" % (turn, item), b"v" * (100 if item % 3 else 5000))
+    env.close()
+    assert (tmp_path / "data.mdb").read_bytes().count(marker) == 0
+
+
 def test_a_removed_environment_that_is_still_open_has_no_part_in_the_new_one(tmp_path: Path):
     path = tmp_path / "tier"
     old = LmdbEnv.open(path, map_bytes=1 << 20, sealed=True)

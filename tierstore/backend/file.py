@@ -29,20 +29,12 @@ from tierstore.backend.probe import probe
 from tierstore.backend.protocol import RecordIo
 from tierstore.backend.segment import Segment, SegmentFiles
 from tierstore.bounded_log import bounded
+from tierstore.codec import PlainCodec, ReadBatch, RecordCodec
 from tierstore.config.model import IoMode
 from tierstore.errors import BackendError
 from tierstore.layout import PAGE_BYTES
 from tierstore.marker import open_below
-from tierstore.record import (
-    EXTENT_RECORDS_MAX,
-    HEADER_BYTES,
-    Mismatch,
-    encode_headers,
-    explain_mismatch,
-    headers_equal,
-    parse_places,
-    payload_checksum,
-)
+from tierstore.record import EXTENT_RECORDS_MAX, HEADER_BYTES, Mismatch, parse_places
 from tierstore.remedies import explain, remedy_of
 from tierstore.system import SYSTEM, SystemCalls
 from tierstore.transfer import FailureReason, PageRun
@@ -82,18 +74,21 @@ class FileBackend:
         durable: bool = False,
         tier: Path | None = None,
         leftovers: Callable[[], Sequence[Path]] = tuple,
+        codec: RecordCodec | None = None,
         system: SystemCalls = SYSTEM,
     ) -> None:
         """Describe the backend; `system` is replaced by tests that let system calls fail.
 
         `durable` flushes what `write` wrote before it returns. `tier` is the path of the tier,
         marked as one, below which no link is followed. `leftovers` names the directories of
-        ranks that are no more, whose segments are released with ours.
+        ranks that are no more, whose segments are released with ours. `codec` makes and verifies
+        the records (None: with checksums).
         """
         self._leftovers = leftovers
         self._directory = directory
         self._tier = tier
         self._rank = rank
+        self._codec = PlainCodec() if codec is None else codec
         self._mode: IoMode = mode
         self._durable = durable
         self._system = system
@@ -218,56 +213,70 @@ class FileBackend:
     def _write_extent(
         self, records: Sequence[RecordIo], places: npt.NDArray[np.void]
     ) -> FailureReason | None:
-        payload_bytes = places["payload_bytes"]
-        checksums = [
-            payload_checksum(record.slot[:size])
-            for record, size in zip(records, payload_bytes.tolist(), strict=True)
-        ]
-        headers = encode_headers(
-            [record.key for record in records], payload_bytes, checksums, rank=self._rank
-        )
-        rows = self._scratch.rows
-        rows[: len(records)] = headers.view(np.uint8).reshape(-1, HEADER_BYTES)
-        rows[len(records) : EXTENT_RECORDS_MAX] = 0
-        buffers = [self._scratch.page(0), *[record.slot for record in records]]
-        size_bytes = sum(map(len, buffers))
+        """Write an extent by as few calls as its codec allows; the header page comes last."""
         segment, header_page = int(places["segment"][0]), int(places["header_page"][0])
         segment_bytes = int(places["segment_pages"][0]) * PAGE_BYTES
+        stride_pages = int(places["stride_pages"][0])
+        offset = header_page * PAGE_BYTES
+        self._scratch.rows[len(records) : EXTENT_RECORDS_MAX] = 0
+        is_whole = True
         try:
-            offset = header_page * PAGE_BYTES
             held = self._files.acquire_for_write(segment, segment_bytes, offset=offset)
             try:
-                written = self._files.write(held, buffers, offset)
+                for start, stop in self._codec.spans([len(r.slot) for r in records])[::-1]:
+                    buffers = self._encode(records[start:stop], places[start:stop], start)
+                    if start:
+                        offset = (header_page + 1 + start * stride_pages) * PAGE_BYTES
+                    else:
+                        buffers = [self._scratch.page(0), *buffers]
+                        offset = header_page * PAGE_BYTES
+                    written = self._files.write(held, buffers, offset)
+                    is_whole = is_whole and written == sum(map(len, buffers))
             finally:
                 self._files.release(held)
         except OSError as error:
             self._failures.report("write", name_of(error), record_count=len(records))
             return reason_of(error)
-        if written < size_bytes:
+        if not is_whole:
             self._failures.report("write", "short write", record_count=len(records))
             return FailureReason.IO_ERROR
         return None
+
+    def _encode(
+        self, records: Sequence[RecordIo], places: npt.NDArray[np.void], start: int
+    ) -> list[memoryview]:
+        """Return what is stored of records, which lie from `start` on in their extent.
+
+        Their headers come to the header page.
+        """
+        encoded = self._codec.encode(
+            [record.key for record in records],
+            [record.slot for record in records],
+            places["payload_bytes"],
+            rank=self._rank,
+        )
+        self._scratch.rows[start : start + len(records)] = encoded.headers
+        return list(encoded.slots)
 
     def _read_part(self, records: Sequence[RecordIo], part: ReadPart) -> list[int]:
         """Read the runs of a part; return the indices of records that did not verify."""
         chosen = [records[index] for index in part.indices]
         payload_bytes = part.places["payload_bytes"]
-        sizes = payload_bytes.tolist()
-        checksums = [0] * len(chosen)
-        arrived = np.zeros(len(chosen), np.bool_)
-        for run in part.runs:
-            stop = self._read_run(run, part, chosen)
-            arrived[run.start : stop] = True
-            # The run is verified at once, while its slots are in the processor's cache.
-            for position in range(run.start, stop):
-                checksums[position] = payload_checksum(chosen[position].slot[: sizes[position]])
-        expected = encode_headers(
-            [record.key for record in chosen], payload_bytes, checksums, rank=self._rank
+        batch = ReadBatch(
+            keys=[record.key for record in chosen],
+            payload_bytes=payload_bytes,
+            payloads=[
+                record.slot[:size]
+                for record, size in zip(chosen, payload_bytes.tolist(), strict=True)
+            ],
+            rows=self._scratch.rows,
+            numbers=part.extents * EXTENT_RECORDS_MAX + part.places["index"].astype(np.int64),
         )
-        rows = self._scratch.rows[
-            part.extents * EXTENT_RECORDS_MAX + part.places["index"].astype(np.int64)
-        ]
-        verified = headers_equal(rows, expected) & arrived
+        check = self._codec.check(batch, rank=self._rank)
+        for run in part.runs:
+            # The run is verified at once, while its slots are in the processor's cache.
+            check.examine(run.start, self._read_run(run, part, chosen))
+        verified = check.verified()
         self._keep_headers(part, verified)
         if verified.all():
             return []
@@ -361,7 +370,7 @@ class FileBackend:
         if done < PAGE_BYTES + len(record.slot):
             return Mismatch(FailureReason.ABSENT, "segment ends before the record")
         header = bytes(page[index * HEADER_BYTES : (index + 1) * HEADER_BYTES])
-        return explain_mismatch(header, record.slot[:size], record.key, rank=self._rank)
+        return self._codec.explain(header, record.slot[:size], record.key, rank=self._rank)
 
     def _list_leftovers(self, reasons: list[FailureReason | None]) -> Sequence[Path]:
         try:

@@ -12,7 +12,8 @@ _PAGE_COUNT_MAX = 256
 class HeaderCache:
     """A small LRU of header pages by (segment, header page). Thread-safe.
 
-    A stale page does no harm: its checksums do not fit the payload, and the record is read anew.
+    A stale page does no harm: its checksums or tags do not fit the payload, and the record is read
+    anew. Nor does a forged one, where records have tags.
     """
 
     def __init__(self) -> None:

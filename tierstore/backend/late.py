@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tierstore.backend.protocol import Backend, RecordIo
 from tierstore.bounded_log import bounded
-from tierstore.errors import BackendError
+from tierstore.errors import BackendError, TierStoreError
 from tierstore.transfer import FailureReason, PageRun
 
 __all__ = ["LateBackend"]
@@ -44,9 +44,14 @@ class LateBackend:
         self._is_logged = False
         self._is_lost = False
         """Its files are gone, and it was not opened since."""
+        self._is_tried = False
 
     def open(self) -> None:
-        """Try to open the backend; idempotent, and never raises: its calls fail meanwhile."""
+        """Try to open the backend; idempotent. A device that refuses is tried again by its calls.
+
+        Raises:
+            ConfigError, MissingExtraError: the configuration cannot work, here and now.
+        """
         self._opened()
 
     def write(self, records: Sequence[RecordIo]) -> dict[int, FailureReason]:
@@ -102,7 +107,10 @@ class LateBackend:
             if self._backend is None and not self._closed and may_open:
                 try:
                     self._backend = self._open_backend()
-                except BackendError as error:
+                except TierStoreError as error:
+                    # Later, what was sound may be gone (a key file): no reason to end a thread.
+                    if not self._is_tried and not isinstance(error, BackendError):
+                        raise
                     if not self._is_logged:
                         self._is_logged = True
                         _logger.error(
@@ -111,6 +119,7 @@ class LateBackend:
                 else:
                     self._is_lost = False
                     self._file_ids = self._find_files()
+                self._is_tried = True
             return self._backend
 
     def _has_place(self) -> bool:

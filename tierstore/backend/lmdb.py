@@ -20,9 +20,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.backend.failure import FailureLog
+from tierstore.backend.failure import FailureLog, name_of, reason_of
 from tierstore.backend.protocol import RecordIo
 from tierstore.bounded_log import bounded
+from tierstore.codec import PlainCodec, ReadBatch, RecordCodec
 from tierstore.errors import (
     BackendCorruptError,
     BackendFullError,
@@ -32,15 +33,7 @@ from tierstore.errors import (
 )
 from tierstore.geometry import lmdb_body_bytes
 from tierstore.lmdb_env import Cursor, LmdbEnv, ViewTransaction
-from tierstore.record import (
-    EXTENT_RECORDS_MAX,
-    HEADER_BYTES,
-    encode_headers,
-    explain_mismatch,
-    headers_equal,
-    parse_places,
-    payload_checksum,
-)
+from tierstore.record import EXTENT_RECORDS_MAX, HEADER_BYTES, parse_places
 from tierstore.system import SYSTEM, SystemCalls
 from tierstore.transfer import FailureReason, PageRun
 
@@ -78,11 +71,13 @@ class LmdbBackend:
         map_bytes: int,
         durable: bool = False,
         tier: Path | None = None,
+        codec: RecordCodec | None = None,
         system: SystemCalls = SYSTEM,
     ) -> None:
         """Describe the backend; `durable` flushes what `write` wrote before it returns.
 
-        `tier` is the path of the tier, marked as one, below which no link is followed.
+        `tier` is the path of the tier, marked as one, below which no link is followed. `codec`
+        makes and verifies the records (None: with checksums).
         """
         self._system = system
         self._tier = tier
@@ -90,6 +85,7 @@ class LmdbBackend:
         self._rank = rank
         self._map_bytes = map_bytes
         self._durable = durable
+        self._codec = PlainCodec() if codec is None else codec
         self._failures = FailureLog(directory)
         self._lock = threading.Lock()
         self._env: LmdbEnv | None = None
@@ -117,7 +113,9 @@ class LmdbBackend:
             self._opened = True
 
     def write(self, records: Sequence[RecordIo]) -> dict[int, FailureReason]:
-        """Write records in one transaction; one by one if the map is full. See `Backend.write`.
+        """Write records in one transaction, or as many as their codec needs. See `Backend.write`.
+
+        If the map is full, they are written one by one.
 
         A record whose place is impossible, or whose slot is too short, fails with `LAYOUT`.
         """
@@ -125,8 +123,12 @@ class LmdbBackend:
         fits = _fits(records, places)
         failed = dict.fromkeys(np.flatnonzero(~fits).tolist(), FailureReason.LAYOUT)
         indices = np.flatnonzero(fits).tolist()
-        refused = self._write_values([records[index] for index in indices], places[fits])
-        return failed | {indices[position]: reason for position, reason in refused.items()}
+        places = places[fits]
+        for start, stop in self._codec.spans([len(records[index].slot) for index in indices]):
+            chosen = indices[start:stop]
+            refused = self._write_values([records[index] for index in chosen], places[start:stop])
+            failed |= {chosen[position]: reason for position, reason in refused.items()}
+        return failed
 
     def read(self, records: Sequence[RecordIo]) -> dict[int, FailureReason]:
         """Copy values to slots in short read transactions, and verify. See `Backend.read`."""
@@ -136,35 +138,40 @@ class LmdbBackend:
         causes = Counter({"impossible place": len(failed)} if failed else {})
         indices = np.flatnonzero(fits).tolist()
         places = places[fits]
-        headers = np.zeros((len(indices), HEADER_BYTES), np.uint8)
-        checksums = [0] * len(indices)
         sizes = places["payload_bytes"].tolist()
+        batch = ReadBatch(
+            keys=[records[index].key for index in indices],
+            payload_bytes=places["payload_bytes"],
+            payloads=[
+                records[index].slot[:size] for index, size in zip(indices, sizes, strict=True)
+            ],
+            rows=np.zeros((len(indices), HEADER_BYTES), np.uint8),
+        )
+        check = self._codec.check(batch, rank=self._rank)
         db_keys = _db_keys(places)
         try:
             with self._environment() as env:
                 for start, stop in _spans(sizes):
                     with env.read_views() as txn:
                         for position in range(start, stop):
-                            index = indices[position]
-                            payload = records[index].slot[: sizes[position]]
-                            found = _copy_record(txn, db_keys[position], payload)
+                            found = _copy_record(txn, db_keys[position], batch.payloads[position])
                             if found == b"":
-                                failed[index] = FailureReason.CORRUPT
+                                failed[indices[position]] = FailureReason.CORRUPT
                                 causes["payload length"] += 1
                             elif found is not None:
-                                headers[position] = np.frombuffer(found, np.uint8)
-                                checksums[position] = payload_checksum(payload)
+                                batch.rows[position] = np.frombuffer(found, np.uint8)
+                    check.examine(start, stop)
         except TierStoreError as error:
             return dict.fromkeys(range(len(records)), self._fail("read", error, len(records)))
-        keys = [records[index].key for index in indices]
-        expected = encode_headers(keys, places["payload_bytes"], checksums, rank=self._rank)
-        for position in np.flatnonzero(~headers_equal(headers, expected)).tolist():
+        for position in np.flatnonzero(~check.verified()).tolist():
             index = indices[position]
             if index in failed:
                 continue
-            payload = records[index].slot[: int(places["payload_bytes"][position])]
-            mismatch = explain_mismatch(
-                headers[position].tobytes(), payload, keys[position], rank=self._rank
+            mismatch = self._codec.explain(
+                batch.rows[position].tobytes(),
+                batch.payloads[position],
+                batch.keys[position],
+                rank=self._rank,
             )
             if mismatch is not None:
                 failed[index] = mismatch.reason
@@ -212,13 +219,18 @@ class LmdbBackend:
         self, records: Sequence[RecordIo], places: npt.NDArray[np.void]
     ) -> dict[int, FailureReason]:
         sizes = places["payload_bytes"].tolist()
-        payloads = [record.slot[:size] for record, size in zip(records, sizes, strict=True)]
-        headers = encode_headers(
-            [record.key for record in records],
-            places["payload_bytes"],
-            list(map(payload_checksum, payloads)),
-            rank=self._rank,
-        ).tobytes()
+        try:
+            encoded = self._codec.encode(
+                [record.key for record in records],
+                [record.slot for record in records],
+                places["payload_bytes"],
+                rank=self._rank,
+            )
+        except OSError as error:
+            self._failures.report("write", name_of(error), record_count=len(records))
+            return dict.fromkeys(range(len(records)), reason_of(error))
+        headers = encoded.headers.tobytes()
+        payloads = [slot[:size] for slot, size in zip(encoded.slots, sizes, strict=True)]
         values = [
             (db_key, headers[i * HEADER_BYTES : (i + 1) * HEADER_BYTES], payload)
             for i, (db_key, payload) in enumerate(zip(_db_keys(places), payloads, strict=True))

@@ -13,6 +13,7 @@ from tierstore.directory import Directory
 from tierstore.errors import BackendError
 from tierstore.faults import SystemOpener, open_system
 from tierstore.geometry import SpaceGeometry
+from tierstore.integrity import open_codec
 from tierstore.manifest import Manifest
 from tierstore.marker import claim
 from tierstore.remedies import explain
@@ -44,8 +45,11 @@ def open_backend(
 
     Raises:
         BackendError: the path cannot be used; the message says what to change.
-        ConfigError: the capacity is too small for the catalog and one segment.
+        ConfigError: the capacity is too small for the catalog and one segment, or the key file of
+            the tier cannot be used.
+        MissingExtraError: keyed records are wanted, and `cryptography` is not installed.
     """
+    codec = open_codec(config, manifest)
     geometry = SpaceGeometry.of(config, manifest, rank_count)
     system = open_system(config) if system is None else system
     _claim(config.path, system)
@@ -59,6 +63,7 @@ def open_backend(
             durable=config.io.durable,
             tier=config.path,
             leftovers=partial(leftover_directories, config.path, rank, rank_count),
+            codec=codec,
             system=system,
         )
     else:
@@ -68,6 +73,7 @@ def open_backend(
             map_bytes=geometry.payload_map_bytes,
             durable=config.io.durable,
             tier=config.path,
+            codec=codec,
             system=system,
         )
     backend.open()

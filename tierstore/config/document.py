@@ -9,7 +9,7 @@ import os
 import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -25,6 +25,7 @@ from pydantic_core import ErrorDetails
 from tierstore.config.model import (
     WRITE_QUEUE_BYTES_MAX,
     GpuConfig,
+    IntegrityConfig,
     IoConfig,
     OffloadConfig,
     PrimaryConfig,
@@ -35,11 +36,13 @@ from tierstore.config.plain import plain_document
 from tierstore.config.problems import PROBLEM_COUNT_MAX, key_path, problems_of
 from tierstore.config.units import DURATION_PATTERN, SIZE_PATTERN, parse_duration, parse_size
 from tierstore.errors import ConfigError
+from tierstore.key_file import looks_like_key
 from tierstore.quoting import named, quoted
 
 __all__ = [
     "Document",
     "GpuSection",
+    "IntegritySection",
     "IoSection",
     "OffloadSection",
     "PrimarySection",
@@ -99,6 +102,25 @@ def _version(raw: object) -> object:
     return raw
 
 
+def _key_path(raw: object) -> object:
+    """Refuse a key in the place of its file, without quoting it."""
+    if not isinstance(raw, str | os.PathLike):
+        raise ValueError("expected the path of a file")  # noqa: TRY004 - pydantic asks for it
+    text = _path_text(raw)
+    if not isinstance(text, str):
+        raise ValueError("expected the path of a file, as text")  # noqa: TRY004 - as above
+    if looks_like_key(text):
+        raise ValueError("this is a key; write it to a file, and give the path of that")
+    return text
+
+
+def _integrity_mapping(raw: object) -> object:
+    """Refuse `integrity:` without keys, which would silently mean nothing; quote nothing."""
+    if not isinstance(raw, Mapping | IntegritySection):
+        raise ValueError("expected a mapping with key_file")  # noqa: TRY004 - as above
+    return raw
+
+
 _UNPRINTED = ("Cc", "Zl", "Zp")
 _NAME_BYTES_MAX = 255
 _NAME_COUNT_MAX = 100
@@ -111,6 +133,14 @@ Size = Annotated[int, BeforeValidator(_size), _schema(SIZE_PATTERN, "20GiB")]
 PositiveSize = Annotated[Size, Field(gt=0)]
 Duration = Annotated[float, BeforeValidator(_duration), _schema(DURATION_PATTERN, "2s")]
 PathText = Annotated[str, BeforeValidator(_path_text)]
+KeyPathText = Annotated[str, BeforeValidator(_key_path)]
+
+
+def _leave_out_none(schema: dict[str, Any]) -> None:
+    """Describe a section that may be left out, but not be written as null."""
+    del schema["default"]
+    (section, _) = schema.pop("anyOf")
+    schema.update(section)
 
 
 class _Section(BaseModel):
@@ -171,6 +201,21 @@ class IoSection(_Section):
         )
 
 
+class IntegritySection(_Section):
+    """How one secondary tier keeps records that nobody else can make, or read."""
+
+    key_file: KeyPathText = Field(min_length=1)
+    """A file with one key a line; `~` is expanded; relative to the folder of the YAML file."""
+    encrypt: bool = False
+    """Encrypt the payload of new records, too; block hashes and the catalog stay readable."""
+
+    def build(self, folder: Path) -> IntegrityConfig:
+        """Return the section as the rest of tierstore sees it; `folder` bases a relative path."""
+        return IntegrityConfig(
+            key_file=folder / Path(self.key_file).expanduser(), encrypt=self.encrypt
+        )
+
+
 class SecondarySection(_Section):
     """One tier on disk."""
 
@@ -187,6 +232,10 @@ class SecondarySection(_Section):
     eviction: Literal["lru"] = "lru"
     """Which record leaves first."""
     io: IoSection = Field(default=IoSection(), json_schema_extra={"default": {}})
+    integrity: Annotated[IntegritySection | None, BeforeValidator(_integrity_mapping)] = Field(
+        default=None, json_schema_extra=_leave_out_none
+    )
+    """Needs the extra `integrity`. Records that were made without the key are misses."""
 
     def build(self, folder: Path) -> SecondaryConfig:
         """Return the section as the rest of tierstore sees it; `folder` bases a relative path."""
@@ -198,6 +247,7 @@ class SecondarySection(_Section):
             cascade=self.cascade,
             eviction=self.eviction,
             io=self.io.build(),
+            integrity=None if self.integrity is None else self.integrity.build(folder),
         )
 
 
@@ -321,6 +371,7 @@ _SECTIONS: dict[str, type[BaseModel]] = {
     "primary": PrimarySection,
     "secondary": SecondarySection,
     "io": IoSection,
+    "integrity": IntegritySection,
     "offload": OffloadSection,
     "gpu": GpuSection,
 }

@@ -158,6 +158,7 @@ def _impossible_tiers(tiers: Sequence[SecondaryConfig]) -> Iterator[str]:
         if tier.capacity_bytes < _SECONDARY_CAPACITY_BYTES_MIN:
             minimum = _SECONDARY_CAPACITY_BYTES_MIN >> 20
             yield f"{where}.capacity: at least {minimum}MiB, got {tier.capacity_bytes} bytes"
+        yield from _exposed_keys(where, tier, real_paths)
         for earlier_idx in range(tier_idx):
             if tiers[earlier_idx].name == tier.name:
                 yield f"{where}.name: '{tier.name}' is also the name of secondary[{earlier_idx}]"
@@ -168,3 +169,17 @@ def _impossible_tiers(tiers: Sequence[SecondaryConfig]) -> Iterator[str]:
                     f"({escaped(tiers[earlier_idx].path)}) contain each other; "
                     "give each tier its own folder"
                 )
+
+
+def _exposed_keys(where: str, tier: SecondaryConfig, real_paths: Sequence[Path]) -> Iterator[str]:
+    """A key below a tier's path is known to those whom it is to keep out."""
+    if tier.integrity is None:
+        return
+    file = tier.integrity.key_file
+    names = {Path(os.path.realpath(file)), Path(os.path.realpath(file.parent)) / file.name}
+    for tier_idx, path in enumerate(real_paths):
+        if any(name.is_relative_to(path) for name in names):
+            yield (
+                f"{where}.integrity.key_file: {file} lies below the path of secondary[{tier_idx}]; "
+                "keep the key where those who can write to a tier cannot read it"
+            )

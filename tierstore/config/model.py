@@ -8,6 +8,7 @@ __all__ = [
     "WRITE_QUEUE_BYTES_MAX",
     "Cascade",
     "GpuConfig",
+    "IntegrityConfig",
     "IoConfig",
     "IoMode",
     "OffloadConfig",
@@ -55,6 +56,16 @@ class IoConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IntegrityConfig:
+    """How one secondary tier keeps records that nobody else can make, or read."""
+
+    key_file: Path
+    """See `key_file.read_key_file`; the keys themselves are no part of a configuration."""
+    encrypt: bool = False
+    """Encrypt payload, too: block hashes and the catalog stay readable."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SecondaryConfig:
     """One tier on disk."""
 
@@ -66,6 +77,8 @@ class SecondaryConfig:
     cascade: Cascade = "write_through"
     eviction: Literal["lru"] = "lru"
     io: IoConfig = field(default_factory=IoConfig)
+    integrity: IntegrityConfig | None = None
+    """None: records have checksums, which find accidents only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from tierstore.bounded_log import bounded
 from tierstore.errors import BackendError, CatalogError, ClosedError
 from tierstore.tier.catalog_keeper import (
     CatalogFound,
@@ -34,7 +35,7 @@ from tierstore.transfer import FailureReason
 
 __all__ = ["CatalogDesk", "CatalogEnd"]
 
-_logger = logging.getLogger(__name__)
+_logger = bounded(logging.getLogger(__name__))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from tierstore.bounded_log import bounded
 from tierstore.errors import BackendError, CatalogError, ClosedError, TierStoreError
 from tierstore.io_pool import IoPool
 from tierstore.tier.catalog import Catalog
@@ -33,7 +34,7 @@ __all__ = [
     "OpenCatalog",
 ]
 
-_logger = logging.getLogger(__name__)
+_logger = bounded(logging.getLogger(__name__))
 
 _WAIT_SECONDS = 0.1
 """Between two looks whether this shall end."""

@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, TypeVar
 
+from tierstore.bounded_log import bounded
 from tierstore.errors import TierStoreError
 from tierstore.io_pool import Mailbox
 
 __all__ = ["CatalogReads", "Reading"]
 
-_logger = logging.getLogger(__name__)
+_logger = bounded(logging.getLogger(__name__))
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")

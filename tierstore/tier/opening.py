@@ -50,7 +50,7 @@ def open_stack(
     and an `open_system` that lets a device fail.
 
     Raises:
-        ConfigError: a capacity is too small.
+        ConfigError, MissingExtraError: a capacity is too small, or a key file cannot be used.
         CatalogError, ManifestError, BackendError: of a secondary tier the user has to mend
             something; none stays open.
     """
@@ -108,7 +108,9 @@ def check_tiers(config: StoreConfig, manifest: Manifest, *, rank_count: int) -> 
     what hangs in its device.
 
     Raises:
-        ConfigError: a capacity is too small, or a path belongs to another kind of tier.
+        ConfigError: a capacity is too small, a key file cannot be used, or a path belongs to
+            another kind of tier.
+        MissingExtraError: a tier wants keyed records, and `cryptography` is not installed.
         CatalogError, ManifestError, BackendError: of a secondary tier the user has to mend
             something.
     """

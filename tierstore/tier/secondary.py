@@ -13,6 +13,7 @@ from tierstore.clock import MonotonicClock
 from tierstore.config import SecondaryConfig
 from tierstore.errors import BackendError, CatalogError, ClosedError
 from tierstore.geometry import SpaceGeometry
+from tierstore.integrity import open_codec
 from tierstore.io_pool import Mailbox
 from tierstore.key import OffloadKey
 from tierstore.manifest import Manifest
@@ -87,8 +88,11 @@ class SecondaryTier:
         of its catalog, in the thread that calls `poll` or `wait_open`.
 
         Raises:
-            ConfigError: the capacity is too small for the catalog and one segment.
+            ConfigError: the capacity is too small for the catalog and one segment, or the key file
+                cannot be used.
+            MissingExtraError: keyed records are wanted, and `cryptography` is not installed.
         """
+        open_codec(config, manifest)  # only checked: the data planes need it
         self._config = config
         self._manifest = manifest
         self._rank_count = rank_count
