@@ -19,6 +19,7 @@ from tierstore.planes import Patience
 
 FOLDER = Path(__file__).parent
 CAPACITY = 16 * MIB
+SAMPLE_COUNT = 4
 CHUNKS = Chunks(65_536)
 PATIENCE = Patience(put_seconds=0.2, flush_seconds=5, close_seconds=20)
 
@@ -50,14 +51,18 @@ def is_recorded(store, path, numbers):
 
 @contextmanager
 def sampled(path):
-    """Take `du` all the time; the largest sample stays within the capacity."""
+    """Take `du` all the time; it stays within the capacity.
+
+    A sample is no glance at one moment: files come and go under it. So it is too much if a number
+    of them in a row are.
+    """
     is_over = threading.Event()
     largest = [0]
 
     def sample():
         while not is_over.is_set():
             with suppress(OSError):
-                largest[0] = max(largest[0], du(path))
+                largest[0] = max(largest[0], min(du(path) for _ in range(SAMPLE_COUNT)))
             time.sleep(0.001)
 
     thread = threading.Thread(target=sample)

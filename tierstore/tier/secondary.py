@@ -55,6 +55,10 @@ _TOUCH_SECONDS = 0.1
 _TOUCH_KEYS_MAX = 512
 
 
+class _NotOpenError(BackendError):
+    """The tier has no catalog now."""
+
+
 class SecondaryTier:
     """Which keys have a record, where, and in which order they leave.
 
@@ -209,7 +213,7 @@ class SecondaryTier:
     def _catalog(self) -> Catalog:
         opened = self._desk.opened
         if opened is None:
-            raise BackendError(f"secondary {self._config.name!r}: {self.complaint}")
+            raise _NotOpenError(f"secondary {self._config.name!r}: {self.complaint}")
         return opened.catalog
 
     def _serve(self) -> None:
@@ -385,16 +389,16 @@ class SecondaryTier:
             BackendError: the catalog cannot be read, or does not answer.
             CatalogError: the catalog is damaged.
         """
-        if not self.is_open:
-            return SecondaryStats(
-                record_count=0,
-                payload_bytes=0,
-                charged_bytes=0,
-                capacity_bytes=self._config.capacity_bytes,
-                evicted_count=0,
-                is_open=False,
-            )
-        return self._read(Catalog.stats)
+        with suppress(_NotOpenError):
+            return self._read(Catalog.stats)
+        return SecondaryStats(
+            record_count=0,
+            payload_bytes=0,
+            charged_bytes=0,
+            capacity_bytes=self._config.capacity_bytes,
+            evicted_count=0,
+            is_open=False,
+        )
 
     def check(self) -> list[str]:
         """Verify the catalog's invariants; return the violations in words (empty: sound).
