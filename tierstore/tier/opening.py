@@ -89,6 +89,8 @@ def open_stack(
             zip(config.secondary, secondaries, strict=True)
         )
     ]
+    for secondary, cascade in zip(secondaries, cascades, strict=True):
+        secondary.on_anew = cascade.on_catalog_anew
     return TierStack(
         groups,
         primary,

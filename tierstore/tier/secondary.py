@@ -118,6 +118,8 @@ class SecondaryTier:
             f"catalog-{name}", self._desk.handle
         )
         self._on_opened = on_opened
+        self.on_anew: Callable[[], None] = _nothing
+        """Called by `poll` and `wait` when the catalog was lost, and another one is in use."""
         self._served: OpenCatalog | None = None
         """Whose answers `poll` returns: what it is asked for comes from this one."""
         self._owner = 0
@@ -205,7 +207,7 @@ class SecondaryTier:
     def owner(self) -> int:
         """Whose places `Placed` names; the data planes hold him alive (`tier.owners`).
 
-        Changes in `poll` only, when the catalog had to be opened anew; 0: there never was one.
+        Changes in `poll` and `wait` only, when the catalog was opened; 0: there never was one.
         """
         return self._owner
 
@@ -223,10 +225,13 @@ class SecondaryTier:
             return
         self._served = opened
         self._lookups.reset()
-        if opened is not None:
-            self._owner = opened.catalog.owner
-            if self._on_opened is not None:
-                self._on_opened(opened.catalog)
+        if opened is None:
+            return
+        is_anew, self._owner = self._owner != 0, opened.catalog.owner
+        if self._on_opened is not None:
+            self._on_opened(opened.catalog)
+        if is_anew:
+            self.on_anew()
 
     def locate(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
         """Return the place of each recorded key; about 1.5 us per key, and 50 us for the thread.
@@ -380,7 +385,9 @@ class SecondaryTier:
         False: time is up, or there is no catalog.
         """
         self._put_touched()
-        return self._mailbox.wait_idle(timeout_seconds) and self.is_open
+        is_idle = self._mailbox.wait_idle(timeout_seconds)
+        self._serve()
+        return is_idle and self.is_open
 
     def stats(self) -> SecondaryStats:
         """Count records and bytes; of a tier without its catalog nothing is known.
@@ -452,6 +459,10 @@ class SecondaryTier:
         for start in range(0, len(touched), _TOUCH_KEYS_MAX):
             advice = TouchKeys(tuple(touched[start : start + _TOUCH_KEYS_MAX]))
             self._mailbox.offer(advice, _ADVICE_WAITING_MAX)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _pop_all(events: deque[SecondaryEvent]) -> list[SecondaryEvent]:
