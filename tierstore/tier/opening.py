@@ -44,9 +44,9 @@ def open_stack(
     A tier whose device fails, hangs or is kept by a stopped process (`tier.outage`) is without its
     catalog until it can be opened (`SecondaryTier.is_open`); the others are used.
 
-    `lookup_seconds_max` bounds for how long a lookup of places hangs, by default as a read of its
-    tier. `clock` measures for how long a record that failed is not offered; tests give their own,
-    and an `open_system` that lets a device fail.
+    `lookup_seconds_max` bounds for how long a lookup of places hangs (None: as a read). `clock`
+    measures for how long a record that failed is not offered; tests give their own, and an
+    `open_system` that lets a device fail.
 
     Raises:
         ConfigError: a capacity is too small.
@@ -87,8 +87,7 @@ def open_stack(
             zip(config.secondary, secondaries, strict=True)
         )
     ]
-    for secondary, cascade in zip(secondaries, cascades, strict=True):
-        secondary.on_anew = cascade.on_catalog_anew
+    _connect(secondaries, cascades)
     return TierStack(
         groups,
         primary,
@@ -134,6 +133,11 @@ def _open_tiers(tiers: list[SecondaryTier]) -> list[SecondaryTier]:
             tier.close(_CHECK_CLOSE_SECONDS)
         raise
     return tiers
+
+
+def _connect(secondaries: Sequence[SecondaryTier], cascades: Sequence[Cascade]) -> None:
+    for secondary, cascade in zip(secondaries, cascades, strict=True):
+        secondary.on_anew = cascade.on_catalog_anew
 
 
 def _count_opening(counters: Counters, name: str, catalog: Catalog) -> None:

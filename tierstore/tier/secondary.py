@@ -49,6 +49,8 @@ Answer = TypeVar("Answer")
 OPEN_SECONDS_MAX = 10.0
 """Who opens a tier waits so long for its device; then it is opened in the background."""
 _CLOSE_SECONDS = 30.0
+_READ_SECONDS_MIN = 30.0
+"""What reads all rows is waited for so long at least."""
 _ADVICE_WAITING_MAX = 1024
 """A catalog that is slower than its callers hears no more of uses and of worthless records."""
 _TOUCH_SECONDS = 0.1
@@ -419,13 +421,14 @@ class SecondaryTier:
 
     def _read(self, call: Callable[[Catalog], Answer]) -> Answer:
         """Read in the thread for that, for a bounded time."""
-        reading = self._reads.ask(lambda: call(self._catalog))
-        if not self._reads.wait(reading, self._patience_seconds):
-            raise BackendError(
-                f"secondary {self._config.name!r}: its catalog does not answer within "
-                f"{self._patience_seconds:g} s; its device hangs"
-            )
-        return reading.answer()
+        if not self.is_stuck:
+            reading = self._reads.ask(lambda: call(self._catalog))
+            # All rows of a large catalog may have to be read.
+            if self._reads.wait(reading, max(self._patience_seconds, _READ_SECONDS_MIN)):
+                return reading.answer()
+        raise BackendError(
+            f"secondary {self._config.name!r}: its catalog does not answer; its device hangs"
+        )
 
     def close(self, timeout_seconds: float | None = None) -> None:
         """Finish the queue, sync the catalog to the device, stop the threads; idempotent.
