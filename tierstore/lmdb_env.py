@@ -240,6 +240,13 @@ class LmdbEnv:
         if shared is None or not shared.is_of(directory):
             # It was removed while it was open, and its number went to a new directory.
             return None
+        if shared.is_lost(directory):
+            # Its lock file is in place: with two environments on one, the locks of the second
+            # would go when the first is closed.
+            raise BackendBusyError(
+                f"{directory}: its data file was removed while this process has it open; it can be "
+                "opened when nobody here uses it any more"
+            )
         if shared.process_id != os.getpid():
             raise BackendError(
                 f"{directory}: was open when this process was forked, and cannot be opened "
@@ -277,13 +284,13 @@ class LmdbEnv:
         """Return whether a directory still holds files of this environment."""
         return bool(self._file_ids & lmdb_file.file_ids(directory))
 
-    def is_lost(self) -> bool:
-        """Return whether the data file is no longer where it was: removed, moved, or unmounted.
+    def is_lost(self, directory: Path | None = None) -> bool:
+        """Return whether the data file is not in a directory (None: where it was) any more.
 
-        False also where nobody can tell, for the device fails.
+        It was removed, moved, or unmounted. False also where nobody can tell, for the device fails.
         """
         try:
-            status = (self.directory / "data.mdb").stat()
+            status = ((directory or self.directory) / "data.mdb").stat()
         except OSError as error:
             return error.errno in _GONE
         return (status.st_dev, status.st_ino) not in self._file_ids

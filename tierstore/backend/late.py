@@ -1,7 +1,7 @@
 """A backend that is opened when it can be: each call tries again, for a device may come back.
 
-One whose directory was removed, moved or unmounted is opened anew. Not by reads, which would find
-nothing, and not where the tier's path is gone: the control plane makes it again.
+One whose directory was removed, moved or unmounted is opened anew. Only writes make it again, and
+not where the tier's path is gone: the control plane makes that.
 """
 
 import errno
@@ -63,7 +63,7 @@ class LateBackend:
 
     def read(self, records: Sequence[RecordIo]) -> dict[int, FailureReason]:
         """Read, once the backend is open."""
-        backend = self._opened(anew=False)
+        backend = self._opened(makes_directory=False)
         if backend is None and self._is_lost:
             return dict.fromkeys(range(len(records)), FailureReason.ABSENT)
         if backend is None:
@@ -75,7 +75,7 @@ class LateBackend:
         self, runs: Sequence[PageRun], empty_segments: Sequence[int]
     ) -> FailureReason | None:
         """Release, once the backend is open."""
-        backend = self._opened(anew=False)
+        backend = self._opened(makes_directory=False)
         if backend is None:
             return None if self._is_lost else FailureReason.IO_ERROR
         return backend.release(runs, empty_segments)
@@ -96,14 +96,14 @@ class LateBackend:
             if self._backend is not None:
                 self._backend.close()
 
-    def _opened(self, *, anew: bool = True) -> Backend | None:
+    def _opened(self, *, makes_directory: bool = True) -> Backend | None:
         # The lock is held over I/O: the other threads of the tier would wait for the device too.
         with self._lock:
             if self._backend is not None and self._file_ids != self._find_files():
                 self._backend.close()  # calls that are under way in it end undisturbed
                 self._backend = None
                 self._is_lost = True
-            may_open = not self._is_lost or (anew and self._has_place())
+            may_open = not self._is_lost or self._has_place(makes_directory=makes_directory)
             if self._backend is None and not self._closed and may_open:
                 try:
                     self._backend = self._open_backend()
@@ -122,8 +122,10 @@ class LateBackend:
                 self._is_tried = True
             return self._backend
 
-    def _has_place(self) -> bool:
-        return self._directory is None or self._directory.parent.is_dir()
+    def _has_place(self, *, makes_directory: bool) -> bool:
+        if self._directory is None:
+            return True
+        return (self._directory.parent if makes_directory else self._directory).is_dir()
 
     def _find_files(self) -> tuple[_FileId, ...]:
         """Return what the names of the directory, and of a database in it, lead to now."""

@@ -19,7 +19,7 @@ from tierstore.dma.protocol import CopyEngine, CopyId
 from tierstore.errors import BackendError, DeviceError, LayoutError
 from tierstore.executor.job import Copy, Job, PartIndex, RecordSpan, split_spans
 from tierstore.executor.progress import SpanRead
-from tierstore.executor.tier_io import TierIo
+from tierstore.executor.tier_io import TierIo, segments_of
 from tierstore.io_pool import IoPool
 from tierstore.layout import PAGE_BYTES, CanonicalKVCaches
 from tierstore.manifest import Manifest
@@ -415,7 +415,12 @@ class TransferExecutor:
         self._begin_write(tier)
         try:
             if tier.owners.hold(owner):
-                failed = tier.backend.write(span.records(self._pool.array.data, self._slot_bytes))
+                records = span.records(self._pool.array.data, self._slot_bytes)
+                written = tier.backend.write(records)
+                if tier.owners.hold(owner):
+                    failed = written
+                else:  # the path was replaced meanwhile: where this has gone is not accounted for
+                    tier.backend.release((), segments_of(records))
         finally:
             self._end_task(job, tier, span, failed)
 

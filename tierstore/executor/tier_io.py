@@ -11,12 +11,15 @@ from tierstore.errors import ConfigError, MissingExtraError
 from tierstore.executor.progress import TierProgress
 from tierstore.io_pool import IoPool
 from tierstore.manifest import Manifest
+from tierstore.record import parse_places
 from tierstore.tier.owners import OwnerLocks
 
 if TYPE_CHECKING:
-    from tierstore.backend.protocol import Backend
+    from collections.abc import Sequence
 
-__all__ = ["TierIo"]
+    from tierstore.backend.protocol import Backend, RecordIo
+
+__all__ = ["TierIo", "segments_of"]
 
 _OPEN_SECONDS_MAX = 10.0
 """Who opens a tier waits so long for its device; then it is opened when it answers."""
@@ -60,6 +63,12 @@ class TierIo:
         except BaseException:
             self.pool.close(_OPEN_SECONDS_MAX)
             raise
+
+
+def segments_of(records: "Sequence[RecordIo]") -> list[int]:
+    """Return the segments in which records lie."""
+    places = parse_places([record.place for record in records])
+    return sorted({int(segment) for segment in places["segment"]})
 
 
 class _FirstOpening:

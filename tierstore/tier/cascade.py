@@ -297,6 +297,16 @@ class Cascade:
         self._once_seen.clear()
         self._failures.clear()
 
+    def on_catalog_anew(self) -> None:
+        """Take note that the tier has another catalog: what it had recorded is gone.
+
+        The next flush records what is in memory.
+        """
+        self._settled &= self._in_flight
+        if self._config.cascade == "write_through":
+            resident = self._primary.coldest(len(self._primary))
+            self._failures.note_unasked(resident, "catalog_lost")
+
     def forget_resident(self) -> None:
         """Forget what was known of chunks in memory; demotes on their way go on (reset)."""
         self._settled &= self._in_flight

@@ -337,6 +337,10 @@ class Catalog:
         """
         self._env.sync()
 
+    def abandon(self) -> None:
+        """Let no data plane write for this owner any more: the catalog is lost."""
+        self._owner_lock.remove()
+
     def close(self) -> None:
         """Close the environment and stop being an owner; idempotent."""
         self._owner_lock.close()

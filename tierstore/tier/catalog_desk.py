@@ -8,6 +8,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tierstore.bounded_log import bounded
 from tierstore.errors import BackendError, CatalogError, ClosedError
@@ -32,6 +33,9 @@ from tierstore.tier.catalog_messages import (
 )
 from tierstore.tier.catalog_reads import CatalogReads
 from tierstore.transfer import FailureReason
+
+if TYPE_CHECKING:
+    import threading
 
 __all__ = ["CatalogDesk", "CatalogEnd"]
 
@@ -62,6 +66,7 @@ class CatalogDesk:
         self._epoch: BeginEpoch | None = None
         self._lost_tickets: set[int] = set()
         self._is_over = False
+        self._given_up: threading.Event | None = None
 
     def handle(self, items: Sequence[Operation | CatalogNews | CatalogEnd]) -> None:
         """Handle what has gathered in the mailbox, in order."""
@@ -83,7 +88,8 @@ class CatalogDesk:
                 self._begin(opened)
             case CatalogLost(opened, is_given_up):
                 self._lose(opened)
-                is_given_up.set()
+                self._given_up = is_given_up
+                self._give_up()
             case CatalogFound(opened, segments):
                 if opened is self.opened:
                     opened.writer.adopt_orphans(segments)
@@ -104,6 +110,7 @@ class CatalogDesk:
     def _lose(self, opened: OpenCatalog) -> None:
         if opened is not self.opened:
             return
+        opened.catalog.abandon()
         events, tickets, owed = opened.writer.abandon()
         if self._epoch is not None and self._epoch not in owed:
             owed.append(self._epoch)
@@ -136,6 +143,7 @@ class CatalogDesk:
         if opened is None:
             for operation in operations:
                 self._refuse(operation)
+            self._give_up()
             return
         if self._lost_tickets:
             operations = [op for op in operations if not self._is_lost(op)]
@@ -166,3 +174,8 @@ class CatalogDesk:
                 self._owed.append(operation)
             case _:
                 pass
+
+    def _give_up(self) -> None:
+        """Say so when all that is being written for a lost catalog has ended."""
+        if self._given_up is not None and not self._lost_tickets:
+            self._given_up.set()

@@ -38,6 +38,8 @@ _logger = bounded(logging.getLogger(__name__))
 
 _WAIT_SECONDS = 0.1
 """Between two looks whether this shall end."""
+_GIVE_UP_SECONDS_MAX = 10.0
+"""What is being written for a lost catalog is waited for so long; a device may hang."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,7 +63,7 @@ class CatalogLost:
 
     opened: OpenCatalog
     is_given_up: threading.Event
-    """To be set when nothing more is written to it; nothing is opened before."""
+    """To be set when nothing more is written for it; for a while nothing is opened before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,8 +247,11 @@ class CatalogKeeper:
             is_given_up = threading.Event()
             with suppress(ClosedError):
                 self._tell(CatalogLost(opened, is_given_up))
+            # What a rank writes later is found by a search for orphans.
+            until = time.monotonic() + _GIVE_UP_SECONDS_MAX
             while not (self._is_closing or is_given_up.wait(_WAIT_SECONDS)):
-                pass
+                if time.monotonic() >= until:
+                    break
         elif time.monotonic() >= self._orphans_at:
             self._orphans_at = time.monotonic() + self._pace.orphans_seconds
             with suppress(BackendError, ClosedError):  # the next search may see more

@@ -41,13 +41,12 @@ def open_stack(
 ) -> TierStack:
     """Open the control half of all configured tiers; `residency` is told what comes and goes.
 
-    A tier whose device fails, hangs or is kept by a process that has stopped (`tier.outage`) does
-    not keep the others from being used: it is without its catalog (`SecondaryTier.is_open`) until
-    it can be opened. The device of all tiers together is waited for as long as that of one.
+    A tier whose device fails, hangs or is kept by a stopped process (`tier.outage`) is without its
+    catalog until it can be opened (`SecondaryTier.is_open`); the others are used.
 
-    `lookup_seconds_max` bounds for how long a lookup of places hangs, by default as a read of its
-    tier. `clock` measures for how long a record that failed is not offered; tests give their own,
-    and an `open_system` that lets a device fail.
+    `lookup_seconds_max` bounds for how long a lookup of places hangs (None: as a read). `clock`
+    measures for how long a record that failed is not offered; tests give their own, and an
+    `open_system` that lets a device fail.
 
     Raises:
         ConfigError, MissingExtraError: a capacity is too small, or a key file cannot be used.
@@ -56,20 +55,19 @@ def open_stack(
     """
     groups = manifest.group_specs()
     primary = _primary(config, groups)
-    secondaries = _open_tiers(
-        [
-            SecondaryTier(
-                tier,
-                manifest,
-                tier_idx=tier_idx,
-                rank_count=rank_count,
-                system=open_system(tier),
-                lookup_seconds_max=lookup_seconds_max,
-                on_opened=partial(_count_opening, counters, tier.name),
-            )
-            for tier_idx, tier in enumerate(config.secondary)
-        ]
-    )
+    tiers = [
+        SecondaryTier(
+            tier,
+            manifest,
+            tier_idx=tier_idx,
+            rank_count=rank_count,
+            system=open_system(tier),
+            lookup_seconds_max=lookup_seconds_max,
+            on_opened=partial(_count_opening, counters, tier.name),
+        )
+        for tier_idx, tier in enumerate(config.secondary)
+    ]
+    secondaries = _open_tiers(tiers)
     # Write-behind pins chunks: half of the primary tier always stays free for the engine. One
     # chunk at least, or none would ever be written.
     share_bytes = config.primary.capacity_bytes // (2 * max(1, len(config.secondary)))
@@ -89,6 +87,7 @@ def open_stack(
             zip(config.secondary, secondaries, strict=True)
         )
     ]
+    _connect(secondaries, cascades)
     return TierStack(
         groups,
         primary,
@@ -136,6 +135,11 @@ def _open_tiers(tiers: list[SecondaryTier]) -> list[SecondaryTier]:
             tier.close(_CHECK_CLOSE_SECONDS)
         raise
     return tiers
+
+
+def _connect(secondaries: Sequence[SecondaryTier], cascades: Sequence[Cascade]) -> None:
+    for secondary, cascade in zip(secondaries, cascades, strict=True):
+        secondary.on_anew = cascade.on_catalog_anew
 
 
 def _count_opening(counters: Counters, name: str, catalog: Catalog) -> None:

@@ -110,6 +110,12 @@ class OwnerLock:
             return error.errno not in _GONE
         return os.path.samestat(ours, theirs)
 
+    def remove(self) -> None:
+        """Remove the file: no data plane writes for this owner from now on."""
+        with suppress(OSError):
+            if self.is_in_place():
+                self._path.unlink(missing_ok=True)
+
     def close(self) -> None:
         """Give up the lock, and remove the file if nobody else holds it; idempotent."""
         if self._descriptor >= 0:

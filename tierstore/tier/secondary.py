@@ -51,10 +51,16 @@ Answer = TypeVar("Answer")
 OPEN_SECONDS_MAX = 10.0
 """Who opens a tier waits so long for its device; then it is opened in the background."""
 _CLOSE_SECONDS = 30.0
+_READ_SECONDS_MIN = 30.0
+"""What reads all rows is waited for so long at least."""
 _ADVICE_WAITING_MAX = 1024
 """A catalog that is slower than its callers hears no more of uses and of worthless records."""
 _TOUCH_SECONDS = 0.1
 _TOUCH_KEYS_MAX = 512
+
+
+class _NotOpenError(BackendError):
+    """The tier has no catalog now."""
 
 
 class SecondaryTier:
@@ -119,6 +125,8 @@ class SecondaryTier:
             f"catalog-{name}", self._desk.handle
         )
         self._on_opened = on_opened
+        self.on_anew: Callable[[], None] = _nothing
+        """Called by `poll` and `wait` when the catalog was lost, and another one is in use."""
         self._served: OpenCatalog | None = None
         """Whose answers `poll` returns: what it is asked for comes from this one."""
         self._owner = 0
@@ -206,7 +214,7 @@ class SecondaryTier:
     def owner(self) -> int:
         """Whose places `Placed` names; the data planes hold him alive (`tier.owners`).
 
-        Changes in `poll` only, when the catalog had to be opened anew; 0: there never was one.
+        Changes in `poll` and `wait` only, when the catalog was opened; 0: there never was one.
         """
         return self._owner
 
@@ -214,7 +222,7 @@ class SecondaryTier:
     def _catalog(self) -> Catalog:
         opened = self._desk.opened
         if opened is None:
-            raise BackendError(f"secondary {self._config.name!r}: {self.complaint}")
+            raise _NotOpenError(f"secondary {self._config.name!r}: {self.complaint}")
         return opened.catalog
 
     def _serve(self) -> None:
@@ -224,10 +232,13 @@ class SecondaryTier:
             return
         self._served = opened
         self._lookups.reset()
-        if opened is not None:
-            self._owner = opened.catalog.owner
-            if self._on_opened is not None:
-                self._on_opened(opened.catalog)
+        if opened is None:
+            return
+        is_anew, self._owner = self._owner != 0, opened.catalog.owner
+        if self._on_opened is not None:
+            self._on_opened(opened.catalog)
+        if is_anew:
+            self.on_anew()
 
     def locate(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
         """Return the place of each recorded key; about 1.5 us per key, and 50 us for the thread.
@@ -381,7 +392,9 @@ class SecondaryTier:
         False: time is up, or there is no catalog.
         """
         self._put_touched()
-        return self._mailbox.wait_idle(timeout_seconds) and self.is_open
+        is_idle = self._mailbox.wait_idle(timeout_seconds)
+        self._serve()
+        return is_idle and self.is_open
 
     def stats(self) -> SecondaryStats:
         """Count records and bytes; of a tier without its catalog nothing is known.
@@ -390,16 +403,16 @@ class SecondaryTier:
             BackendError: the catalog cannot be read, or does not answer.
             CatalogError: the catalog is damaged.
         """
-        if not self.is_open:
-            return SecondaryStats(
-                record_count=0,
-                payload_bytes=0,
-                charged_bytes=0,
-                capacity_bytes=self._config.capacity_bytes,
-                evicted_count=0,
-                is_open=False,
-            )
-        return self._read(Catalog.stats)
+        with suppress(_NotOpenError):
+            return self._read(Catalog.stats)
+        return SecondaryStats(
+            record_count=0,
+            payload_bytes=0,
+            charged_bytes=0,
+            capacity_bytes=self._config.capacity_bytes,
+            evicted_count=0,
+            is_open=False,
+        )
 
     def check(self) -> list[str]:
         """Verify the catalog's invariants; return the violations in words (empty: sound).
@@ -413,13 +426,14 @@ class SecondaryTier:
 
     def _read(self, call: Callable[[Catalog], Answer]) -> Answer:
         """Read in the thread for that, for a bounded time."""
-        reading = self._reads.ask(lambda: call(self._catalog))
-        if not self._reads.wait(reading, self._patience_seconds):
-            raise BackendError(
-                f"secondary {self._config.name!r}: its catalog does not answer within "
-                f"{self._patience_seconds:g} s; its device hangs"
-            )
-        return reading.answer()
+        if not self.is_stuck:
+            reading = self._reads.ask(lambda: call(self._catalog))
+            # All rows of a large catalog may have to be read.
+            if self._reads.wait(reading, max(self._patience_seconds, _READ_SECONDS_MIN)):
+                return reading.answer()
+        raise BackendError(
+            f"secondary {self._config.name!r}: its catalog does not answer; its device hangs"
+        )
 
     def close(self, timeout_seconds: float | None = None) -> None:
         """Finish the queue, sync the catalog to the device, stop the threads; idempotent.
@@ -453,6 +467,10 @@ class SecondaryTier:
         for start in range(0, len(touched), _TOUCH_KEYS_MAX):
             advice = TouchKeys(tuple(touched[start : start + _TOUCH_KEYS_MAX]))
             self._mailbox.offer(advice, _ADVICE_WAITING_MAX)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _pop_all(events: deque[SecondaryEvent]) -> list[SecondaryEvent]:
