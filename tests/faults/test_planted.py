@@ -192,6 +192,17 @@ def test_much_that_is_not_the_tiers_is_refused_by_name_and_little_is_left_alone(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("directory", ["", "rank0", "owners", "catalog"])
+def test_very_many_names_are_refused_by_name(tmp_path, backend, directory):
+    path = tmp_path / "tier"
+    config = configured(path, backend)
+    fill(config)
+    for number in range(10_001):
+        (path / directory / f"{number:x}").touch()
+    assert is_refused(config, str(path / directory), "move it away")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_directory_of_somebody_else_is_refused_and_untouched(tmp_path, backend):
     path = tmp_path / "theirs"
     (path / "rank0").mkdir(parents=True)
