@@ -232,6 +232,13 @@ def test_directories_of_everybody_are_refused(tmp_path, monkeypatch, spelling):
     assert list(home.iterdir()) == []
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_path_that_is_a_link_is_the_choice_of_its_user(tmp_path, backend):
+    (tmp_path / "device").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "device")
+    store_and_find(configured(tmp_path / "link", backend), tmp_path / "device")
+
+
 def test_an_empty_file_system_is_used_and_a_store_without_a_marker_is_known(tmp_path):
     path = tmp_path / "tier"
     (path / "lost+found").mkdir(parents=True)
