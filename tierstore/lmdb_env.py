@@ -468,7 +468,9 @@ def _open_env(
                 )
                 if anew is None:
                     lmdb_file.distrust(directory, str(error))
-                    raise
+                    raise BackendCorruptError(
+                        f"{refusal}, once the process that has it open has ended"
+                    ) from error
             return _open_library(directory, map_bytes, readahead=readahead), anew
     except lmdb.Error as error:
         raise translate(error, directory.path) from error

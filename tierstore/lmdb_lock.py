@@ -1,7 +1,8 @@
 """The locks of an LMDB environment: who opens it just now, and who has it open.
 
     opening.lock   ours: held while the files are verified, opened and first used, and while they
-                   are sealed; its content is the process id of its holder
+                   are sealed; its content is the process id of its holder,
+                   who has its first byte locked for writing
     lock.mdb       the library's: who has the environment open has locked its first byte, and who
                    has read, the byte at the number of its process id. The mutexes of writers and
                    the table of readers lie in it, shared in memory
@@ -30,6 +31,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
+from pathlib import Path
 
 from tierstore.bounded_log import bounded
 from tierstore.directory import Directory
@@ -78,22 +80,71 @@ def opening_lock(directory: Directory, *, wait_seconds_max: float) -> Iterator[N
         OSError: the file cannot be opened or locked.
     """
     deadline = time.monotonic() + wait_seconds_max
-    with _locked_file(directory, _OPENING_LOCK_NAME) as descriptor:
-        while not _try_flock(descriptor):
-            if time.monotonic() >= deadline:
-                raise BackendBusyError(
-                    f"{directory.path}: could not be opened within {wait_seconds_max:g} s: another "
-                    f"process{_named_process(descriptor)} is opening it; end it if it is stuck"
-                )
-            time.sleep(_POLL_SECONDS)
-        try:
-            _write_process_id(descriptor)
-            yield
-        finally:
-            with suppress(OSError):
-                os.ftruncate(descriptor, 0)
-            # Closing would not do it, if a process was forked meanwhile and has a copy.
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
+    while True:
+        with _locked_file(directory, _OPENING_LOCK_NAME) as descriptor:
+            if not _take_turn(directory, descriptor, deadline, wait_seconds_max):
+                continue
+            try:
+                _write_process_id(descriptor)
+                yield
+                return
+            finally:
+                with suppress(OSError):
+                    os.ftruncate(descriptor, 0)
+                # Closing would not do it, if a process was forked meanwhile and has a copy.
+                _try_set(descriptor, fcntl.F_UNLCK)
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+def _take_turn(
+    directory: Directory, descriptor: int, deadline: float, wait_seconds_max: float
+) -> bool:
+    """Lock the file, and its first byte for writing; return whether it is still the one to lock."""
+    blocked_until = time.monotonic() + _BLOCKED_SECONDS
+    while not (_try_flock(descriptor) and _try_set(descriptor, fcntl.F_WRLCK)):
+        now = time.monotonic()
+        if not _lies_there(directory, descriptor):
+            return False
+        if _is_writers(descriptor):
+            blocked_until = now + _BLOCKED_SECONDS
+        elif now >= blocked_until:
+            _replace(directory, _OPENING_LOCK_NAME)
+            return False
+        else:
+            deadline = max(deadline, blocked_until)
+        if now >= deadline:
+            raise BackendBusyError(
+                f"{directory.path}: could not be opened within {wait_seconds_max:g} s: another "
+                f"process{_named_process(descriptor)} is opening it; end it if it is stuck"
+            )
+        time.sleep(_POLL_SECONDS)
+    return _lies_there(directory, descriptor)
+
+
+def _is_writers(descriptor: int) -> bool:
+    """Return whether a lock is that of somebody who can write to the file, which reading allows.
+
+    An earlier release wrote its process id there, and locked no byte.
+    """
+    if _writer(descriptor, 0, 1) is not None:
+        return True
+    content = os.pread(descriptor, _PROCESS_ID_BYTES_MAX, 0)
+    return content.isdigit() and Path(f"/proc/{int(content)}").exists()
+
+
+def _lies_there(directory: Directory, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(directory.status(_OPENING_LOCK_NAME), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _replace(directory: Directory, name: str) -> None:
+    _logger.warning(
+        "locked by somebody who cannot write to it, and replaced: path=%s", directory.path / name
+    )
+    with suppress(FileNotFoundError):
+        directory.unlink(name)
 
 
 class LibraryLock:
@@ -132,44 +183,46 @@ class LibraryLock:
         Raises:
             OSError: the file system knows no such locks.
         """
-        self.is_alone = self._try_set(fcntl.F_WRLCK)
-        return self.is_alone or self._try_set(fcntl.F_RDLCK)
+        self.is_alone = _try_set(self._descriptor, fcntl.F_WRLCK)
+        return self.is_alone or _try_set(self._descriptor, fcntl.F_RDLCK)
 
     def is_blocked(self) -> bool:
         """Return whether locks keep us from being alone, but none of somebody who can write."""
-        return not self.is_alone and self._writer(0, _ALL_BYTES) is None
+        return not self.is_alone and _writer(self._descriptor, 0, _ALL_BYTES) is None
 
     def unlock(self) -> None:
         """Give the first byte back, whoever else has a copy of the descriptor."""
-        self._try_set(fcntl.F_UNLCK)
+        _try_set(self._descriptor, fcntl.F_UNLCK)
 
     def writer_of(self, byte: int) -> int | None:
         """Return a process that has a byte locked for writing, None: nobody.
 
         A process of another pid namespace is 0; -1: unknown.
         """
-        return self._writer(byte, 1)
+        return _writer(self._descriptor, byte, 1)
 
     def user(self) -> int | None:
         """Return a process that has the environment open, as `writer_of` does."""
-        return self._writer(1, _ALL_BYTES)
+        return _writer(self._descriptor, 1, _ALL_BYTES)
 
-    def _writer(self, start: int, count: int) -> int | None:
-        wanted = _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, start, count, 0)
-        found = _FLOCK.unpack(fcntl.fcntl(self._descriptor, fcntl.F_OFD_GETLK, wanted))
-        return None if found[0] == fcntl.F_UNLCK else int(found[4])
 
-    def _try_set(self, kind: int) -> bool:
-        # The library's own lock, but of this description: it conflicts with those of the library
-        # in this process too.
-        wanted = _FLOCK.pack(kind, os.SEEK_SET, 0, 1, 0)
-        try:
-            fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, wanted)
-        except OSError as error:
-            if error.errno in {errno.EAGAIN, errno.EACCES}:
-                return False
-            raise
-        return True
+def _writer(descriptor: int, start: int, count: int) -> int | None:
+    wanted = _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, start, count, 0)
+    found = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, wanted))
+    return None if found[0] == fcntl.F_UNLCK else int(found[4])
+
+
+def _try_set(descriptor: int, kind: int) -> bool:
+    # The library's own lock, but of this description: it conflicts with those of the library in
+    # this process too.
+    wanted = _FLOCK.pack(kind, os.SEEK_SET, 0, 1, 0)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, wanted)
+    except OSError as error:
+        if error.errno in {errno.EAGAIN, errno.EACCES}:
+            return False
+        raise
+    return True
 
 
 @contextmanager
@@ -196,11 +249,7 @@ def library_lock(directory: Directory, *, wait_seconds_max: float) -> Iterator[L
                     return
             finally:
                 lock.unlock()
-            _logger.warning(
-                "locked by somebody who cannot write to it, and replaced: path=%s",
-                directory.path / LIBRARY_LOCK_NAME,
-            )
-            directory.unlink(LIBRARY_LOCK_NAME)
+            _replace(directory, LIBRARY_LOCK_NAME)
 
 
 def _wait_for(

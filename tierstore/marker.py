@@ -28,10 +28,7 @@ _FRESH = frozenset({"lost+found"})
 """What a new file system brings with it."""
 
 _STICKY = 0o1000
-_SHARED = (
-    *("/", "/boot", "/dev", "/etc", "/home", "/media", "/mnt", "/opt", "/proc", "/root", "/run"),
-    *("/srv", "/sys", "/usr", "/var"),
-)
+_SHARED = ("/", "/boot", "/dev", "/etc", "/home", "/proc", "/root", "/run", "/sys", "/usr", "/var")
 """Besides the user's home; and all that has the sticky bit."""
 
 _NAMED_COUNT_MAX = 3

@@ -192,6 +192,17 @@ def test_much_that_is_not_the_tiers_is_refused_by_name_and_little_is_left_alone(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("directory", ["", "rank0", "owners", "catalog"])
+def test_very_many_names_are_refused_by_name(tmp_path, backend, directory):
+    path = tmp_path / "tier"
+    config = configured(path, backend)
+    fill(config)
+    for number in range(10_001):
+        (path / directory / f"{number:x}").touch()
+    assert is_refused(config, str(path / directory), "move it away")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_directory_of_somebody_else_is_refused_and_untouched(tmp_path, backend):
     path = tmp_path / "theirs"
     (path / "rank0").mkdir(parents=True)
@@ -219,6 +230,13 @@ def test_directories_of_everybody_are_refused(tmp_path, monkeypatch, spelling):
     with pytest.raises(ConfigError, match="a directory of the tier's own"):
         CHUNKS.open(configured(spelling, "file"))
     assert list(home.iterdir()) == []
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_path_that_is_a_link_is_the_choice_of_its_user(tmp_path, backend):
+    (tmp_path / "device").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "device")
+    store_and_find(configured(tmp_path / "link", backend), tmp_path / "device")
 
 
 def test_an_empty_file_system_is_used_and_a_store_without_a_marker_is_known(tmp_path):

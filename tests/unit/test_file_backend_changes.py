@@ -1,5 +1,6 @@
 """The file backend while others change, move or remove its segments."""
 
+import errno
 import os
 import shutil
 
@@ -9,6 +10,8 @@ from opened_backend import MODES, opened
 from tierstore.backend.file import FileBackend
 from tierstore.backend.opening import leftover_directories
 from tierstore.layout import PAGE_BYTES
+from tierstore.marker import claim
+from tierstore.system import SystemCalls
 from tierstore.testing.backend_conformance import (
     SEGMENT_BYTES,
     SEGMENT_PAGES,
@@ -119,6 +122,60 @@ def test_leftovers_of_a_wider_run_are_released(tmp_path):
     ]
     assert leftover_directories(tmp_path, 1, 2) == [tmp_path / "rank3"]
     assert leftover_directories(tmp_path, 0, 4) == []
+
+
+class ShortSystem(SystemCalls):
+    """The kernel of a process that has no descriptor left, for a while."""
+
+    is_short = False
+    is_helped_by_closing = False
+
+    def open(self, path, flags, directory=None):
+        if self.is_short:
+            self.is_short = not self.is_helped_by_closing
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return super().open(path, flags, directory)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_record_that_cannot_be_opened_for_want_of_descriptors_was_not_tried(tmp_path, mode):
+    system = ShortSystem()
+    backend = FileBackend(tmp_path, rank=0, mode=mode, system=system)
+    backend.open()
+    extents = Extent(4, 9000), Extent(4, 9000, segment=1)
+    write_extent(backend, *extents)
+    backend.close()
+    backend.open()
+    system.is_short = True
+    assert extents[0].served(backend) == [FailureReason.STALLED] * 4
+    system.is_short = False
+    assert extents[0].served(backend) == [None] * 4
+    # The descriptor that is kept of the first segment gives way to that of the second.
+    count = descriptor_count()
+    system.is_short = system.is_helped_by_closing = True
+    assert extents[1].served(backend) == [None] * 4
+    assert descriptor_count() == count
+    backend.close()
+
+
+def test_a_segment_that_was_moved_away_with_its_path_is_not_written_any_more(tmp_path):
+    path, away = tmp_path / "tier" / "rank0", tmp_path / "away"
+    claim(path.parent).close()
+    backend = FileBackend(path, rank=0, tier=path.parent)
+    backend.open()
+    first, later = Extent(4, 9000), Extent(4, 9000, page=64)
+    write_extent(backend, first)
+    path.parent.rename(away)
+    path.parent.mkdir()
+    before = (away / "rank0" / "00000000.seg").read_bytes()
+    assert len(backend.write(later.to_write())) == 4
+    assert list(path.parent.iterdir()) == [], "written before a store has opened the path"
+    claim(path.parent).close()
+    write_extent(backend, later)
+    assert later.served(backend) == [None] * 4
+    assert (path / "00000000.seg").exists()
+    assert (away / "rank0" / "00000000.seg").read_bytes() == before
+    backend.close()
 
 
 def test_a_segment_is_as_long_as_its_places_say_and_nothing_is_written_behind(tmp_path):

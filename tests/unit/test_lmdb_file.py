@@ -271,6 +271,21 @@ def test_small_files_of_enormous_size_are_not_read(path, name):
     assert sum(file.stat().st_size for file in path.iterdir()) < 1 << 20
 
 
+def test_a_file_that_is_damaged_under_its_user_is_refused_until_he_has_ended(path):
+    holder = start_holder(path)
+    try:
+        with (path / "data.mdb").open("r+b") as file:
+            file.write(bytes(8192))
+        with pytest.raises(BackendError, match="once the process that has it open has ended"):
+            get(path)
+    finally:
+        holder.kill()
+        holder.communicate()
+    assert get(path)[0].damage
+    fill(path)
+    assert get(path)[1] == b"b" * 60
+
+
 def test_a_data_file_that_is_gone_under_its_user_is_refused_to_others(path):
     holder = start_holder(path)
     try:

@@ -115,6 +115,38 @@ def test_locks_of_somebody_who_can_only_read_keep_nobody_from_verifying(tmp_path
         env.close()
 
 
+@pytest.mark.parametrize("kind", ["flock", "byte", "both"])
+def test_an_opening_lock_of_somebody_who_can_only_read_is_replaced(tmp_path, kind):
+    use(tmp_path)
+    with (tmp_path / "opening.lock").open("rb") as reader:
+        if kind != "byte":
+            fcntl.flock(reader, fcntl.LOCK_EX)
+        if kind != "flock":
+            set_lock(reader, fcntl.F_RDLCK, 0, 0)
+        use(tmp_path)
+        assert not os.path.samestat(os.fstat(reader.fileno()), (tmp_path / "opening.lock").stat())
+        with (
+            opening_lock(Directory.open(tmp_path), wait_seconds_max=0),
+            pytest.raises(BackendError, match=f"process id {os.getpid()}"),
+            opening_lock(Directory.open(tmp_path), wait_seconds_max=0),
+        ):
+            pass
+
+
+def test_an_opening_lock_of_an_earlier_release_is_waited_for(tmp_path):
+    use(tmp_path)
+    with (tmp_path / "opening.lock").open("r+b") as holder:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        holder.write(b"%d" % os.getpid())
+        holder.flush()
+        with (
+            pytest.raises(BackendError, match=f"process id {os.getpid()}"),
+            opening_lock(Directory.open(tmp_path), wait_seconds_max=0.5),
+        ):
+            pass
+    use(tmp_path)
+
+
 def test_two_names_of_one_directory_are_one_environment(tmp_path):
     (tmp_path / "other").symlink_to(tmp_path)
     env, other = open_env(tmp_path), open_env(tmp_path / "other")

@@ -94,4 +94,4 @@ def test_a_path_that_cannot_be_used_leaves_an_engine_without_a_cache(tmp_path: P
     assert {answer.cached for answer in result.rounds["two"]} == {0}
     assert [a.tokens for a in result.rounds["two"]] == [a.tokens for a in result.rounds["one"]]
     assert result.log.count("tierstore caches nothing: cause=") == 1
-    assert "make the path writable" in result.log
+    assert "move the file away" in result.log

@@ -8,7 +8,7 @@ from pathlib import Path
 from tierstore.bounded_log import bounded
 from tierstore.transfer import FailureReason
 
-__all__ = ["FailureLog", "name_of", "reason_of"]
+__all__ = ["FailureLog", "name_of", "reason_of", "unread_reason_of"]
 
 _logger = bounded(logging.getLogger(__name__))
 
@@ -18,10 +18,18 @@ _REASONS = {
     errno.EDQUOT: FailureReason.FULL,
 }
 
+_SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+"""The process, or the machine, is short of something for now; the device was not asked."""
+
 
 def reason_of(error: OSError) -> FailureReason:
     """Translate an operating system error: absent, full, or an I/O error for all others."""
     return _REASONS.get(error.errno or 0, FailureReason.IO_ERROR)
+
+
+def unread_reason_of(error: OSError) -> FailureReason:
+    """Do as `reason_of` for a read: what was not tried is not held against its record."""
+    return FailureReason.STALLED if error.errno in _SHORT else reason_of(error)
 
 
 def name_of(error: OSError) -> str:

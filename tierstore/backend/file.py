@@ -23,7 +23,7 @@ from tierstore.backend.extent import (
     split_extents,
     valid_places,
 )
-from tierstore.backend.failure import FailureLog, name_of, reason_of
+from tierstore.backend.failure import FailureLog, name_of, reason_of, unread_reason_of
 from tierstore.backend.header_cache import HeaderCache
 from tierstore.backend.probe import probe
 from tierstore.backend.protocol import RecordIo
@@ -366,7 +366,7 @@ class FileBackend:
         except FileNotFoundError:
             return Mismatch(FailureReason.ABSENT, "no segment")
         except OSError as error:
-            return Mismatch(reason_of(error), name_of(error))
+            return Mismatch(unread_reason_of(error), name_of(error))
         if done < PAGE_BYTES + len(record.slot):
             return Mismatch(FailureReason.ABSENT, "segment ends before the record")
         header = bytes(page[index * HEADER_BYTES : (index + 1) * HEADER_BYTES])

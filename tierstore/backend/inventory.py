@@ -34,6 +34,8 @@ _SEGMENT_MAX = 1 << 31
 _SEGMENT = re.compile(r"[0-9a-f]{8}\.seg", re.ASCII)
 _RANK = re.compile(r"rank(0|[1-9][0-9]{0,4})", re.ASCII)
 
+_REMOVED = re.compile(r"\.nfs[0-9a-f]{16,}", re.ASCII)
+
 _FOREIGN_BYTES_MAX = 16 << 10
 """Of what is not ours: as much as the files around the records leave of what is set aside."""
 
@@ -42,7 +44,7 @@ _DIRECTORY_BYTES_MAX = 1 << 20
 """Of the names in one directory: those of as many segments as a tier may ever have take less."""
 
 _NAMED_COUNT_MAX = 3
-_NAME_LENGTH_MAX = 80
+_NAME_LENGTH_MAX = 320
 
 
 def segment_name(segment: int) -> str:
@@ -218,7 +220,7 @@ class _Survey:
     def __init__(self) -> None:
         self._bytes = 0
         self._count = 0
-        self._names: list[str] = []
+        self._largest: list[tuple[int, str]] = []
 
     def foreign_in(self, directory: Directory, own: _Own) -> Iterator["os.DirEntry[str]"]:
         """List what has no name of ours; mend the modes of the rest."""
@@ -238,8 +240,8 @@ class _Survey:
 
     def add(self, directory: Directory, entry: "os.DirEntry[str]") -> None:
         """Count what is not ours, with what lies in it, up to what is too much."""
-        if entry.name.startswith(".nfs"):
-            return  # a removed file that somebody has open; it goes when he closes it
+        if _REMOVED.fullmatch(entry.name):
+            return  # over NFS, a removed file that somebody has open: it goes when he closes it
         with suppress(FileNotFoundError):
             status = entry.stat(follow_symlinks=False)
             self._note(directory.path / entry.name, status.st_blocks * _BLOCK_BYTES)
@@ -250,17 +252,20 @@ class _Survey:
         """Say what is to be moved away; empty: nothing."""
         if not self._is_too_much():
             return ""
-        shown = ", ".join(self._names[:_NAMED_COUNT_MAX])
+        shown = ", ".join(name for _, name in self._largest)
         return (
-            f"{path}: holds what is not the tier's, at least {self._bytes} bytes: {shown}; move it "
-            "away, since everything below the path counts against its capacity"
+            f"{path}: holds what is not the tier's, at least {self._bytes} bytes under "
+            f"{self._count} names, such as {shown}; move it away, since everything below the path "
+            "counts against its capacity"
         )
 
     def _note(self, path: Path, size_bytes: int) -> None:
         self._bytes += size_bytes
         self._count += 1
-        if size_bytes and len(self._names) < _NAMED_COUNT_MAX:
-            self._names.append(ascii(str(path))[: 4 * _NAME_LENGTH_MAX])
+        if len(self._largest) < _NAMED_COUNT_MAX or size_bytes > self._largest[-1][0]:
+            name = ascii(str(path))[:_NAME_LENGTH_MAX]
+            self._largest = sorted([*self._largest, (size_bytes, name)], reverse=True)
+            del self._largest[_NAMED_COUNT_MAX:]
 
     def _is_too_much(self) -> bool:
         return self._bytes > _FOREIGN_BYTES_MAX or self._count > _FOREIGN_COUNT_MAX

@@ -11,6 +11,7 @@ from pathlib import Path
 from tierstore.bounded_log import bounded
 from tierstore.errors import BackendError, BackendFullError
 from tierstore.layout import PAGE_BYTES
+from tierstore.remedies import explain
 from tierstore.system import SystemCalls, buffer_address
 
 __all__ = ["FileSystemAbilities", "probe"]
@@ -47,9 +48,7 @@ def probe(directory: Path, system: SystemCalls) -> FileSystemAbilities:
             os.close(fd)
     except OSError as error:
         kind = BackendFullError if error.errno in _FULL else BackendError
-        raise kind(
-            f"{directory}: {error}; make the path writable, with room for one segment at least"
-        ) from error
+        raise kind(explain(directory, error)) from error
 
 
 def _probe_file(fd: int, directory: Path, system: SystemCalls) -> FileSystemAbilities:
