@@ -6,11 +6,30 @@ from numbers import Number
 
 from tierstore.quoting import escaped, quoted
 
-__all__ = ["bounded"]
+__all__ = ["Causes", "bounded"]
 
 _ARGUMENT_CHARS_MAX = 1_000
 """Of one value in a line; room for a path, and for most messages of our own."""
 _CAUSES_MAX = 3
+_REMEMBERED_MAX = 64
+
+
+class Causes:
+    """What one object has logged already, so that each cause is one line. Any thread."""
+
+    def __init__(self) -> None:
+        self._known: set[tuple[str, ...]] = set()
+
+    def is_new(self, *words: str) -> bool:
+        """Take note of a cause; return whether it has to be logged.
+
+        `words` are of a small fixed set, such as the names of exception classes. Should they be
+        more than expected, no further one is logged.
+        """
+        if words in self._known or len(self._known) >= _REMEMBERED_MAX:
+            return False
+        self._known.add(words)
+        return True
 
 
 def bounded(logger: logging.Logger) -> logging.Logger:

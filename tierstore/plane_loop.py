@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from tierstore.bounded_log import bounded
+from tierstore.bounded_log import Causes, bounded
 from tierstore.clock import Clock
 from tierstore.errors import BackendError
 from tierstore.metrics import Counters, Metric
@@ -94,6 +94,7 @@ class PlaneLoop:
         self._tier_of: dict[JobId, int] = {}
         self._paces = [_Pace(clock.seconds()) for _ in stack.secondaries]
         self._failure_count = 0
+        self._causes = Causes()
 
     def pump(self) -> bool:
         """Carry messages once; True: some command was carried out.
@@ -319,5 +320,10 @@ class PlaneLoop:
 
     def _complete(self, done: TransferDone) -> None:
         if not self._stack.complete(done):
-            _logger.error("answer to an unknown job: job=%d ok=%s", done.job_id, done.ok)
+            if self._causes.is_new("unknown job"):
+                _logger.error(
+                    "answer to an unknown job (further ones are only counted): job=%d ok=%s",
+                    done.job_id,
+                    done.ok,
+                )
             self._counters.add(Metric.STRAY_ANSWERS)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore.bounded_log import bounded
+from tierstore.bounded_log import Causes, bounded
 from tierstore.quoting import escaped, named, quoted
 
 HUGE = "a\nb\x1b[31m\u202e" * 100_000
@@ -177,3 +177,10 @@ def test_another_handler_gets_no_unbounded_words_either(log):
     assert trace is not None
     assert len(str(error)) < 8_000
     assert len(str(error.__cause__)) < 8_000
+
+
+def test_each_cause_is_logged_once_and_few_are_remembered():
+    causes = Causes()
+    assert [causes.is_new("read", "EIO") for _ in range(3)] == [True, False, False]
+    assert sum(causes.is_new(f"cause {number}") for number in range(10_000)) < 100
+    assert not causes.is_new("read", "EIO")

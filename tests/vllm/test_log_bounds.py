@@ -7,6 +7,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from hooked import HookedEngine, block, make_request, scheduled
+from transfers import tierstore
+
 from tierstore import Manifest
 from tierstore.config import load_config
 from tierstore_vllm.layout import EngineShape
@@ -105,3 +108,19 @@ def test_an_adapter_that_cannot_be_digested_is_told_of_once_and_cut(said) -> Non
     assert "cause=TypeError" in line
     assert len(line) < 20_000
     assert line.isprintable()
+
+
+def test_a_request_with_a_huge_name_is_stored_loaded_and_not_logged(said) -> None:
+    engine = HookedEngine(tierstore({"version": 1, "primary": {"capacity": "1MiB"}}))
+    request = make_request("r", 3, request_id=HUGE)
+    engine.scheduler.on_new_request(request)
+    assert engine.match(request) == (0, False)
+    blocks = SimpleNamespace(blocks=([block(block_id) for block_id in [1, 2, 3, 4]],))
+    engine.scheduler.update_state_after_alloc(request, blocks, 0)
+    engine.step(scheduled((request, [1, 2, 3, 4])))
+    engine.step()
+    again = make_request("r", 3, request_id=f"again{HUGE}")
+    engine.scheduler.on_new_request(again)
+    assert engine.match(again) == (48, True)
+    engine.close()
+    assert all(len(line) < 2_000 and "forged" not in line for line in said())

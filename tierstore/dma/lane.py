@@ -12,7 +12,7 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from tierstore.bounded_log import bounded
+from tierstore.bounded_log import Causes, bounded
 from tierstore.dma.cuda_api import CudaApi, Event, Rectangles, Stream
 from tierstore.dma.kernel_table import ROW_BYTES, fill_table, table_at
 from tierstore.dma.methods import TABLE_ROWS, CopyCalls, CopyMethod
@@ -115,6 +115,7 @@ class Lane:
 
     def __init__(self, api: CudaApi, events: EventPool) -> None:
         self._api = api
+        self._causes = Causes()
         self._events = events
         self._stream = api.create_stream()
         self._table_address: int | None = None
@@ -264,7 +265,13 @@ class Lane:
         self._progress.failed.append(copy.copy_id)
 
     def _fail(self, copy: LaneCopy, what: str, error: DeviceError) -> None:
-        _logger.error("copy failed: copy=%d call=%s cause=%s", copy.copy_id, what, error)
+        if self._causes.is_new(what, type(error).__name__):
+            _logger.error(
+                "copy failed (further ones are only counted): copy=%d call=%s cause=%s",
+                copy.copy_id,
+                what,
+                error,
+            )
         copy.failed = True
         copy.calls.clear()
 

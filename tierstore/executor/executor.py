@@ -10,7 +10,7 @@ from typing import Self
 
 from tierstore.backend.opening import BackendOpener, open_backend
 from tierstore.backend.protocol import Backend
-from tierstore.bounded_log import bounded
+from tierstore.bounded_log import Causes, bounded
 from tierstore.clock import Clock, MonotonicClock
 from tierstore.config import StoreConfig
 from tierstore.dma.opening import open_copy_engine
@@ -78,6 +78,7 @@ class TransferExecutor:
         self._counters = counters
         self._clock = clock
         self._copy_ids = itertools.count(1)
+        self._causes = Causes()
         # Guards what follows: tasks report from their threads. An interruption cannot keep a lock
         # from being left, as it can a condition, which is left by a function in Python.
         self._lock = threading.RLock()
@@ -339,7 +340,10 @@ class TransferExecutor:
                 engine.submit_load(copy_id, *where, after=job.after, urgent=urgent)
             reason = None
         except (LayoutError, DeviceError) as error:
-            _logger.error("copy refused: job=%d cause=%s", job.job_id, error)
+            if self._causes.is_new(type(error).__name__):
+                _logger.error(
+                    "copy refused (others are counted): job=%d cause=%s", job.job_id, error
+                )
             reason = FailureReason.LAYOUT if isinstance(error, LayoutError) else reason
         finally:
             if reason is not None:  # a bug, too, ends the copy: its job has to be answered

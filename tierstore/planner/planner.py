@@ -5,7 +5,7 @@ import logging
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from tierstore.bounded_log import bounded
+from tierstore.bounded_log import Causes, bounded
 from tierstore.clock import Clock
 from tierstore.key import Namespace
 from tierstore.layout import GroupKind, GroupSpec
@@ -108,6 +108,7 @@ class OffloadPlanner:
         self._fences: set[JobId] = set()
         self._writes = StepWrites()
         self._idle_steps = 0
+        self._causes = Causes()
         self._is_cacheable = all(
             config.spec.kind is not GroupKind.UNCACHED for config in self._configs
         )
@@ -261,8 +262,11 @@ class OffloadPlanner:
             return
         load = self._in_flight.loads.pop(done.job_id, None)
         if load is None:
-            if not self._stack.complete(done):
-                _logger.warning("answer to an unknown job: job=%d", done.job_id)
+            if not self._stack.complete(done) and self._causes.is_new("unknown job"):
+                _logger.warning(
+                    "answer to an unknown job (further ones are not told of): job=%d",
+                    done.job_id,
+                )
             return
         self._stack.finish_load(load.reservation, done)
         is_lost = bool(done.failed) or not done.ok

@@ -17,7 +17,7 @@ import functools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
@@ -36,7 +36,6 @@ from tierstore.planner import (
     OffloadPlanner,
     PlannedStep,
 )
-from tierstore.quoting import quoted
 from tierstore.tier.lookup import STEP_SECONDS_MAX
 from tierstore.tier.opening import open_stack
 from tierstore.tier.residency import ResidencyLog
@@ -46,6 +45,7 @@ from tierstore_vllm.events import EventGroup, EventSource
 from tierstore_vllm.layout import EngineShape
 from tierstore_vllm.lora import AdapterRequests
 from tierstore_vllm.messages import Adapter, AdapterUse, RankTally, StepMetadata, WorkerReport
+from tierstore_vllm.request_params import RequestParams
 from tierstore_vllm.stats import StatsSource, TierStoreStats
 from tierstore_vllm.step import StepReader
 
@@ -64,8 +64,6 @@ _FAILURE_COUNT_MAX = 8
 
 _PAUSE_SECONDS = 0.001
 """As long as vLLM's own."""
-
-_CACHE_PARAM = "tierstore.cache"
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
@@ -164,7 +162,7 @@ class SchedulerHalf:
         self._last_report: WorkerReport | None = None
         self._failure_count = 0
         self._failure_causes: set[tuple[str, str]] = set()
-        self._has_told_of_params = False
+        self._params = RequestParams()
         self.has_given_up = False
 
     @classmethod
@@ -212,23 +210,9 @@ class SchedulerHalf:
         nothing is cached for it. One with a LoRA adapter is unknown to the planner until the ranks
         have told which weights stand behind the adapter's name.
         """
-        if self._may_be_cached(request):
+        if self._params.may_be_cached(request):
             self._requests[request.request_id] = request
             self._introduce(request)
-
-    def _may_be_cached(self, request: "Request") -> bool:
-        """Read the request's own parameter; what cannot be understood is not cached."""
-        params = request.kv_transfer_params or {}
-        value = params.get(_CACHE_PARAM, True) if isinstance(params, Mapping) else params
-        if not isinstance(value, bool) and not self._has_told_of_params:
-            self._has_told_of_params = True  # each request may bring one
-            _logger.warning(
-                "request is not cached: kv_transfer_params.%s=%s, expected true or false "
-                "(further ones are not told of)",
-                _CACHE_PARAM,
-                quoted(value),
-            )
-        return value is True
 
     def _introduce(self, request: "Request") -> None:
         hashes = self._adapters.hashes(request)
