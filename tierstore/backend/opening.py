@@ -7,6 +7,7 @@ from typing import Protocol
 from tierstore.backend.file import FileBackend
 from tierstore.backend.lmdb import LmdbBackend
 from tierstore.backend.protocol import Backend
+from tierstore.block_units import measure_units
 from tierstore.config import SecondaryConfig
 from tierstore.faults import SystemOpener, open_system
 from tierstore.geometry import SpaceGeometry
@@ -41,11 +42,11 @@ def open_backend(
         BackendError: the path cannot be used; the message says what to change.
         ConfigError: the capacity is too small for the catalog and one segment.
     """
-    geometry = SpaceGeometry.of(config, manifest, rank_count)
     system = open_system(config) if system is None else system
     directory = config.path / f"rank{rank}"
     backend: Backend
     if config.backend == "file":
+        SpaceGeometry.of(config, manifest, rank_count)
         backend = FileBackend(
             directory,
             rank=rank,
@@ -55,6 +56,8 @@ def open_backend(
             system=system,
         )
     else:
+        units, _ = measure_units(config.path, system)
+        geometry = SpaceGeometry.of(config, manifest, rank_count, units)
         backend = LmdbBackend(
             directory / "payload",
             rank=rank,

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tierstore.block_units import UNSUPPORTED
 from tierstore.layout import PAGE_BYTES
 from tierstore.system import IOVEC_COUNT_MAX, SystemCalls, buffer_address
 
@@ -157,7 +158,7 @@ class SegmentFiles:
         """
         try:
             if not self._path(segment).is_symlink():
-                self.punch(segment, 0, _FILE_BYTES_MAX)
+                self._empty(segment)
             self._system.unlink(self._path(segment))
         except FileNotFoundError:
             return
@@ -167,6 +168,14 @@ class SegmentFiles:
                 self._given_back.pop(segment, None)  # a segment that is empty never comes again
             with self._lock:
                 self._unflushed.discard(segment)
+
+    def _empty(self, segment: int) -> None:
+        try:
+            self.punch(segment, 0, _FILE_BYTES_MAX)
+        except OSError as error:
+            # Without holes, what others have open keeps its blocks until they close it.
+            if error.errno not in UNSUPPORTED:
+                raise
 
     @property
     def unflushed(self) -> list[int]:
@@ -285,8 +294,7 @@ class SegmentFiles:
             size_bytes = os.fstat(fd).st_size
             try:
                 if size_bytes < segment_bytes:
-                    first = max(size_bytes, offset)
-                    self._system.allocate(fd, first, segment_bytes - first)
+                    self._extend(fd, max(size_bytes, offset), segment_bytes)
                 for given_back in self._given_back.get(segment, ()):
                     self._punch(fd, *given_back)
             except OSError:
@@ -295,6 +303,14 @@ class SegmentFiles:
                     self._system.unlink(path)
                 raise
             return self._insert(segment, fd)
+
+    def _extend(self, fd: int, first: int, end: int) -> None:
+        try:
+            self._system.allocate(fd, first, end - first)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+            self._system.truncate(fd, end)  # blocks come with the bytes, then
 
 
 def _map(fd: int) -> mmap.mmap | None:
