@@ -32,6 +32,8 @@ class FileSystemKind:
     make: tuple[str, ...] = ()
     """Command that makes it in an image; none: it lives in memory."""
     options: str = ""
+    prepare: tuple[str, ...] = ()
+    """Command that is given the mount point when it is mounted."""
 
 
 def _ext4(*features: str) -> FileSystemKind:
@@ -47,6 +49,9 @@ KINDS = {
     "ext4-no-extents-1k": _ext4("-b", "1024", "-O", "^extent,^64bit"),
     "ext2": FileSystemKind("ext2", ("mkfs.ext2", "-q", "-F")),
     "xfs": FileSystemKind("xfs", ("mkfs.xfs", "-q", "-f")),
+    "xfs-extents-256k": FileSystemKind(
+        "xfs", ("mkfs.xfs", "-q", "-f"), prepare=("xfs_io", "-c", "extsize 256k")
+    ),
     "btrfs": FileSystemKind("btrfs", ("mkfs.btrfs", "-q", "-f")),
     "tmpfs": FileSystemKind("tmpfs", options="huge=never"),
     "tmpfs-huge": FileSystemKind("tmpfs", options="huge=always"),
@@ -67,8 +72,9 @@ def mounted(kind: str, size_bytes: int, *, below: Path) -> Iterator[Path]:
     point.mkdir()
     options = [chosen.options] if chosen.options else []
     if chosen.make:
-        if shutil.which(chosen.make[0]) is None:
-            pytest.skip(f"{kind}: {chosen.make[0]} is not installed")
+        for tool in (chosen.make[0], *chosen.prepare[:1]):
+            if shutil.which(tool) is None:
+                pytest.skip(f"{kind}: {tool} is not installed")
         with image.open("wb") as file:
             file.truncate(size_bytes)
         _require([*chosen.make, str(image)], kind)
@@ -80,6 +86,8 @@ def mounted(kind: str, size_bytes: int, *, below: Path) -> Iterator[Path]:
     try:
         _require(["mount", "-t", chosen.type, "-o", ",".join(options), source, str(point)], kind)
         try:
+            if chosen.prepare:
+                _require([*chosen.prepare, str(point)], kind)
             yield point
         finally:
             _unmount(point)

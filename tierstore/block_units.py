@@ -7,9 +7,11 @@ is known as `st_blocks`, so that is what is looked at.
 """
 
 import errno
+import fcntl
 import mmap
 import os
 import struct
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
@@ -18,7 +20,15 @@ from tierstore.errors import BackendError
 from tierstore.layout import PAGE_BYTES
 from tierstore.system import SystemCalls
 
-__all__ = ["FULL", "PAGE_UNITS", "UNSUPPORTED", "BlockUnits", "measure_units", "unnamed_file"]
+__all__ = [
+    "FULL",
+    "PAGE_UNITS",
+    "UNSUPPORTED",
+    "BlockUnits",
+    "forbid_speculation",
+    "measure_units",
+    "unnamed_file",
+]
 
 FULL = {errno.ENOSPC, errno.EDQUOT}
 """The device has no room."""
@@ -32,6 +42,12 @@ _TRIAL_BYTES = 2 * _UNIT_BYTES_MAX
 _ROOM_BYTES_MIN = 2 * _TRIAL_BYTES
 """With less room, a file system may give out smaller pieces than it does otherwise."""
 _TRIAL_FACTOR = 4
+
+_ATTRIBUTES = struct.Struct("=5I8x")
+"""The kernel's `struct fsxattr`: flags, size of extents, and others."""
+_GET_ATTRIBUTES = 0x801C581F
+_SET_ATTRIBUTES = 0x401C5820
+_FLAG_EXTENT_SIZE_INHERITED = 0x1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +134,7 @@ def measure_units(directory: Path, system: SystemCalls) -> tuple[BlockUnits, boo
         BackendError: the directory cannot be written.
     """
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd = unnamed_file(directory, system)
     except OSError as error:
         if error.errno in FULL:
@@ -134,6 +150,27 @@ def measure_units(directory: Path, system: SystemCalls) -> tuple[BlockUnits, boo
         ) from error
     finally:
         os.close(fd)
+
+
+def forbid_speculation(directory: Path, system: SystemCalls) -> None:
+    """Let new files of a directory, made if need be, have no blocks but those that are written.
+
+    XFS gives a file that grows up to as much again ahead, which no capacity knows of; not if it
+    was told in which pieces to give. Others are not asked, for they refuse or ignore it.
+    """
+    with suppress(OSError):  # whoever uses the directory finds out what is wrong with it
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = system.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            attributes = bytearray(_ATTRIBUTES.size)
+            fcntl.ioctl(fd, _GET_ATTRIBUTES, attributes)
+            flags, extent_bytes, *others = _ATTRIBUTES.unpack(attributes)
+            if not extent_bytes:
+                flags |= _FLAG_EXTENT_SIZE_INHERITED
+                wanted = _ATTRIBUTES.pack(flags, PAGE_BYTES, *others)
+                fcntl.ioctl(fd, _SET_ATTRIBUTES, wanted)
+        finally:
+            os.close(fd)
 
 
 def unnamed_file(directory: Path, system: SystemCalls) -> int:
@@ -156,8 +193,7 @@ def unnamed_file(directory: Path, system: SystemCalls) -> int:
 
 def _measure(fd: int, directory: Path, system: SystemCalls) -> tuple[BlockUnits, bool]:
     volume = os.statvfs(directory)
-    if volume.f_bavail * volume.f_frsize < _ROOM_BYTES_MIN:
-        return _expected(fd), False
+    is_certain = volume.f_bavail * volume.f_frsize >= _ROOM_BYTES_MIN
     page = memoryview(mmap.mmap(-1, PAGE_BYTES))
     page[:] = os.urandom(PAGE_BYTES)  # neither compressed nor shared
     # Some give out large pieces within a file that is large enough only.
@@ -176,7 +212,7 @@ def _measure(fd: int, directory: Path, system: SystemCalls) -> tuple[BlockUnits,
         frees_parts=freed_pages > 0,
         allocates=allocates,
     )
-    return units, True
+    return units if is_certain else units.merged(_expected(fd)), is_certain
 
 
 def _expected(fd: int) -> BlockUnits:

@@ -7,7 +7,7 @@ from typing import Protocol
 from tierstore.backend.file import FileBackend
 from tierstore.backend.lmdb import LmdbBackend
 from tierstore.backend.protocol import Backend
-from tierstore.block_units import measure_units
+from tierstore.block_units import forbid_speculation, measure_units
 from tierstore.config import SecondaryConfig
 from tierstore.faults import SystemOpener, open_system
 from tierstore.geometry import SpaceGeometry
@@ -58,6 +58,7 @@ def open_backend(
     else:
         units, _ = measure_units(config.path, system)
         geometry = SpaceGeometry.of(config, manifest, rank_count, units)
+        forbid_speculation(directory / "payload", system)
         backend = LmdbBackend(
             directory / "payload",
             rank=rank,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from tierstore.backend.inventory import stored_segments
-from tierstore.block_units import measure_units
+from tierstore.block_units import forbid_speculation, measure_units
 from tierstore.config import SecondaryConfig
 from tierstore.errors import (
     BackendCorruptError,
@@ -141,6 +141,7 @@ class Catalog:
     ) -> Self:
         units, is_certain = measure_units(config.path, system)
         geometry = SpaceGeometry.of(config, manifest, rank_count, units)
+        forbid_speculation(config.path / "catalog", system)
         env = LmdbEnv.open(
             config.path / "catalog", map_bytes=_MAP_BYTES, sealed=True, system=system
         )

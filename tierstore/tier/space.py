@@ -405,6 +405,10 @@ class Space:
         self._freed.append(freed)
         for segment, pages in _pages_by_segment(freed):
             self._add_pending_pages(self.segment(segment), pages)
+        if not self._geometry.unit_pages:
+            # At once: whoever evicts until enough is pending would go on, and empty the tier.
+            for segment in np.unique(runs["segment"]).tolist():
+                self._mark_empty(segment)
 
     def _mark_empty(self, segment: int) -> bool:
         """Return whether a segment holds nothing any more; then all of it is pending."""
