@@ -12,9 +12,12 @@ from filesystems import mounted, sampled
 from store_kit import MIB, Chunks, config_of, du
 
 from tierstore import TierStore
+from tierstore.backend.file import FileBackend
 from tierstore.errors import BackendError, ConfigError
 from tierstore.system import SystemCalls
+from tierstore.testing.backend_conformance import Extent, write_extent
 from tierstore.tier.catalog_messages import Evict, Placed, RemoveKeys, TouchKeys
+from tierstore.transfer import PageRun
 
 
 class NoHoles(SystemCalls):
@@ -234,3 +237,20 @@ def test_a_device_of_large_units_that_was_full_is_used_again(tmp_path, kind):
                 assert chunks.found(store, range(2784, 2800)) == list(range(2784, 2800))
                 assert store.check() == []
         assert usage.bytes_max <= 40 * MIB
+
+
+@pytest.mark.parametrize("mode", ["direct", "mmap"])
+@pytest.mark.parametrize("kind", ["tmpfs", "tmpfs-huge"])
+def test_a_late_read_brings_no_blocks_back(tmp_path, kind, mode):
+    """Goal: what was given back stays so, though a reader still has the place of what was there."""
+    extent = Extent(8, 65_536)
+    with mounted(kind, 64 * MIB, below=tmp_path) as mount:
+        backend = FileBackend(mount, rank=0, mode=mode)
+        backend.open()
+        write_extent(backend, extent)
+        assert extent.served(backend) == [None] * len(extent)
+        assert backend.release([PageRun(segment=0, first_page=0, page_count=512)], []) is None
+        before = du(mount)
+        assert None not in extent.served(backend)
+        assert du(mount) == before
+        backend.close()
