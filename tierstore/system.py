@@ -91,16 +91,15 @@ class SystemCalls:
         return os.pwritev(fd, buffers, offset)
 
     def allocate(self, fd: int, offset: int, size_bytes: int) -> None:
-        """Reserve blocks for a range of a file and extend the file over it."""
-        os.posix_fallocate(fd, offset, size_bytes)
+        """Reserve blocks for a range of a file and extend the file over it.
+
+        Where the file system cannot do that, nothing is written instead, as the C library would.
+        """
+        _fallocate(fd, 0, offset, size_bytes)
 
     def punch_hole(self, fd: int, offset: int, size_bytes: int) -> None:
         """Give the blocks of a range back; it reads as zeros from now on."""
-        mode = _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE
-        while _libc.fallocate(fd, mode, offset, size_bytes) != 0:
-            code = ctypes.get_errno()
-            if code != errno.EINTR:
-                raise OSError(code, os.strerror(code))
+        _fallocate(fd, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, offset, size_bytes)
 
     def flush(self, fd: int) -> None:
         """Flush a file's bytes to the device."""
@@ -133,6 +132,13 @@ class SystemCalls:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
         return int(copied)
+
+
+def _fallocate(fd: int, mode: int, offset: int, size_bytes: int) -> None:
+    while _libc.fallocate(fd, mode, offset, size_bytes) != 0:
+        code = ctypes.get_errno()
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
 
 
 SYSTEM = SystemCalls()

@@ -7,6 +7,7 @@ and killed at random. Method: `shared_path`, which also runs by hand for as long
 import random
 
 import pytest
+from filesystems import mounted
 from shared_path import Plan, run
 
 SECONDS = 5
@@ -33,6 +34,14 @@ def share(path, backend, engine_count, seconds):
 @pytest.mark.parametrize("backend", ["file", "lmdb"])
 def test_engines_that_share_a_path_stay_right_within_its_capacity(tmp_path, backend, engine_count):
     share(tmp_path, backend, engine_count, SECONDS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ext4-bigalloc", "ext4-no-extents", "tmpfs-huge"])
+@pytest.mark.parametrize("backend", ["file", "lmdb"])
+def test_engines_share_a_path_whatever_units_its_file_system_frees(tmp_path, kind, backend):
+    with mounted(kind, 512 << 20, below=tmp_path) as mount:
+        share(mount, backend, 4, SECONDS)
 
 
 @pytest.mark.exhaustive

@@ -278,14 +278,25 @@ def test_a_refused_mode_falls_back_to_buffered_with_one_warning(tmp_path, mode, 
     backend.close()
 
 
-def test_a_file_system_without_holes_is_refused_with_advice(tmp_path):
-    class NoHoles(SystemCalls):
+def test_without_holes_and_without_blocks_ahead_whole_segments_are_given_back(tmp_path):
+    class Plain(SystemCalls):
+        def allocate(self, fd, offset, size_bytes):
+            raise OSError(errno.EOPNOTSUPP, "refused")
+
         def punch_hole(self, fd, offset, size_bytes):
             raise OSError(errno.EOPNOTSUPP, "refused")
 
-    backend = FileBackend(tmp_path, rank=0, system=NoHoles())
-    with pytest.raises(BackendError, match="backend: lmdb"):
-        backend.open()
+    backend = opened(tmp_path, system=Plain())
+    extents = Extent(4, 9000), Extent(4, 9000, page=64), Extent(4, 9000, segment=1)
+    write_extent(backend, *extents)
+    assert backend.release([], [1]) is None
+    assert [set(extent.served(backend)) for extent in extents] == [
+        {None},
+        {None},
+        {FailureReason.ABSENT},
+    ]
+    assert not (tmp_path / "00000001.seg").exists()
+    backend.close()
 
 
 def test_what_was_given_back_before_its_segment_came_to_be_takes_no_blocks(tmp_path):

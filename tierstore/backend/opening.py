@@ -8,6 +8,7 @@ from tierstore.backend.file import FileBackend
 from tierstore.backend.inventory import rank_directories
 from tierstore.backend.lmdb import LmdbBackend
 from tierstore.backend.protocol import Backend
+from tierstore.block_units import forbid_speculation, measure_units
 from tierstore.config import SecondaryConfig
 from tierstore.directory import Directory
 from tierstore.errors import BackendError
@@ -50,12 +51,12 @@ def open_backend(
         MissingExtraError: keyed records are wanted, and `cryptography` is not installed.
     """
     codec = open_codec(config, manifest)
-    geometry = SpaceGeometry.of(config, manifest, rank_count)
     system = open_system(config) if system is None else system
     _claim(config.path, system)
     directory = config.path / f"rank{rank}"
     backend: Backend
     if config.backend == "file":
+        SpaceGeometry.of(config, manifest, rank_count)
         backend = FileBackend(
             directory,
             rank=rank,
@@ -67,6 +68,9 @@ def open_backend(
             system=system,
         )
     else:
+        units, _ = measure_units(config.path, system)
+        geometry = SpaceGeometry.of(config, manifest, rank_count, units)
+        forbid_speculation(directory / "payload", system)
         backend = LmdbBackend(
             directory / "payload",
             rank=rank,

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tierstore.backend.inventory import segment_name
+from tierstore.block_units import UNSUPPORTED
 from tierstore.directory import Directory
 from tierstore.errors import BackendError
 from tierstore.layout import PAGE_BYTES
@@ -167,7 +168,7 @@ class SegmentFiles:
             OSError: the file system refused.
         """
         try:
-            self.punch(segment, 0, _FILE_BYTES_MAX)
+            self._empty(segment)
             self._unlink(segment)
         except (FileNotFoundError, IsADirectoryError):
             return
@@ -177,6 +178,14 @@ class SegmentFiles:
                 self._given_back.pop(segment, None)  # a segment that is empty never comes again
             with self._lock:
                 self._unflushed.discard(segment)
+
+    def _empty(self, segment: int) -> None:
+        try:
+            self.punch(segment, 0, _FILE_BYTES_MAX)
+        except OSError as error:
+            # Without holes, what others have open keeps its blocks until they close it.
+            if error.errno not in UNSUPPORTED:
+                raise
 
     @property
     def unflushed(self) -> list[int]:
@@ -341,8 +350,7 @@ class SegmentFiles:
             size_bytes = os.fstat(fd).st_size
             try:
                 if size_bytes < segment_bytes:
-                    first = max(size_bytes, offset)
-                    self._system.allocate(fd, first, segment_bytes - first)
+                    self._extend(fd, max(size_bytes, offset), segment_bytes)
                 for given_back in self._given_back.get(segment, ()):
                     self._punch(fd, *given_back)
             except OSError:
@@ -351,6 +359,14 @@ class SegmentFiles:
                     self._unlink(segment)
                 raise
             return self._insert(segment, fd)
+
+    def _extend(self, fd: int, first: int, end: int) -> None:
+        try:
+            self._system.allocate(fd, first, end - first)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+            self._system.truncate(fd, end)  # blocks come with the bytes, then
 
 
 def _map(fd: int) -> mmap.mmap | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from tierstore.backend.inventory import foreign_content, stored_segments
+from tierstore.block_units import forbid_speculation, measure_units
 from tierstore.config import SecondaryConfig
 from tierstore.errors import (
     BackendCorruptError,
@@ -36,6 +37,7 @@ from tierstore.tier.catalog_opening import (
     enter_manifest,
     enter_owner,
     enter_state,
+    enter_units,
     require_version,
 )
 from tierstore.tier.catalog_schema import Databases, StateRow
@@ -124,14 +126,14 @@ class Catalog:
             ManifestError: the namespace is stored with another manifest.
             ConfigError: the capacity is too small, or the path belongs to another kind of tier.
         """
-        geometry = SpaceGeometry.of(config, manifest, rank_count)
+        SpaceGeometry.of(config, manifest, rank_count)  # before anything is made
         system = open_system(config) if system is None else system
         try:
             try:
-                return cls._open(config, manifest, geometry, system)
+                return cls._open(config, manifest, rank_count, system)
             except (BackendCorruptError, CatalogDamagedError):
                 # It is noted, so that it starts anew, unless another process has it open.
-                return cls._open(config, manifest, geometry, system)
+                return cls._open(config, manifest, rank_count, system)
         except BackendForeignError as error:
             raise ConfigError(f"secondary {config.name!r}: {error}") from error
         except BackendError as error:
@@ -142,13 +144,16 @@ class Catalog:
         cls,
         config: SecondaryConfig,
         manifest: Manifest,
-        geometry: SpaceGeometry,
+        rank_count: int,
         system: SystemCalls,
     ) -> Self:
         try:
             claim(config.path, system=system).close()
         except OSError as error:
             raise BackendError(explain(config.path, error)) from error
+        units, is_certain = measure_units(config.path, system)
+        geometry = SpaceGeometry.of(config, manifest, rank_count, units)
+        forbid_speculation(config.path / "catalog", system)
         env = LmdbEnv.open(
             config.path / "catalog",
             map_bytes=_MAP_BYTES,
@@ -167,6 +172,8 @@ class Catalog:
             with env.write() as txn:
                 is_suspect = env.admission.is_suspect
                 require_version(txn, databases, config, is_suspect=is_suspect)
+                units = enter_units(txn, databases, units, is_certain=is_certain)
+                geometry = SpaceGeometry.of(config, manifest, rank_count, units)
                 if is_suspect:
                     _verify_rows(txn, databases, geometry)
                 state = enter_state(txn, databases, config, geometry, segments)

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.errors import CatalogDamagedError
-from tierstore.geometry import SpaceGeometry, segment_overhead_pages
+from tierstore.geometry import SpaceGeometry
 from tierstore.lmdb_env import Transaction
 from tierstore.manifest import namespace_of
 from tierstore.tier.catalog_schema import (
@@ -20,6 +20,7 @@ from tierstore.tier.catalog_schema import (
     StateRow,
     decode_records,
     extent_key,
+    parse_number,
 )
 from tierstore.tier.floors import Floors
 from tierstore.tier.space import Space
@@ -91,6 +92,8 @@ class _Check:
             }
         with txn.cursor(db=databases.pending) as cursor:
             self._pending = [PendingRow.unpack(value) for _, value in cursor]
+        with txn.cursor(db=databases.units) as cursor:
+            self._units = {int.from_bytes(key, "big"): parse_number(value) for key, value in cursor}
         self._floors = Floors(txn, databases)
         with txn.cursor(db=databases.records) as cursor:
             rows = [(key, value) for key, value in cursor]
@@ -163,7 +166,7 @@ class _Check:
         for key, place in zip(keys.tolist(), places, strict=True):
             row = self._extents.get(key)
             if row and (
-                place["segment_pages"] != self._segment_pages(key >> 32)
+                place["segment_pages"] != self._file_pages(key, row)
                 or place["stride_pages"] != row.stride_pages
                 or place["index"] >= row.record_count
                 or self._geometry.stride_pages(int(place["payload_bytes"])) != row.stride_pages
@@ -189,9 +192,10 @@ class _Check:
 
     def _segment_problems(self) -> Iterator[str]:
         """A segment's pages, writes and records are the sums of its parts."""
-        held, pending = self._held_pages(), self._pending_pages()
+        held, pending, freed = self._held_pages(), self._pending_pages(), self._freed_pages()
         empty = {segment for row in self._pending for segment in row.empty_segments}
         yield from self._count_problems()
+        yield from self._unit_problems()
         for segment, row in self._segments.items():
             if row.state == SegmentState.DEAD:
                 if segment not in empty and not row.writing_count:
@@ -203,11 +207,9 @@ class _Check:
                 continue
             if row.held_pages != held.get(segment, 0):
                 yield f"segment {segment} holds {held.get(segment, 0)}, says {row.held_pages}"
-            expected = row.held_pages + row.pending_pages
-            if segment in empty:
-                expected = row.pending_pages
-            elif self._geometry.charges_segments:
-                expected += segment_overhead_pages(row.page_count) + row.page_count - row.next_page
+            expected = row.pending_pages
+            if segment not in empty:
+                expected += row.held_pages + self._rest_pages(row, freed.get(segment, 0))
             if segment not in empty and row.pending_pages != pending.get(segment, 0):
                 yield f"segment {segment} has {pending.get(segment, 0)} pages pending, not as said"
             if row.charged_pages != expected:
@@ -230,13 +232,28 @@ class _Check:
                 if said != found:
                     yield f"segment {segment}: {name}: accounted {said}, found {found}"
 
+    def _unit_problems(self) -> Iterator[str]:
+        """Units of which some pages were freed lie in segments, and hold something yet."""
+        for key, count in self._units.items():
+            row = self._segments.get(key >> 32)
+            if row is None or not 0 < count < self._geometry.unit_pages:
+                yield f"unit {key:#x} says that {count} of its pages were freed"
+
+    def _rest_pages(self, row: SegmentRow, freed_pages: int) -> int:
+        """Return what is charged for a living segment beside what it holds and gives back."""
+        pages = self._geometry.charged_end(row.next_page, row.page_count) - row.next_page
+        if not self._geometry.unit_pages:
+            freed_pages = row.next_page - row.held_pages
+        return pages + freed_pages + self._geometry.overhead_pages(row.page_count)
+
     def _is_garbage(self, segment: int) -> bool:
         row = self._segments.get(segment)
         return row is None or row.state == SegmentState.DEAD
 
-    def _segment_pages(self, segment: int) -> int:
-        row = self._segments.get(segment)
-        return 0 if row is None else row.page_count
+    def _file_pages(self, key: int, extent: ExtentRow) -> int:
+        row = self._segments.get(key >> 32)
+        end = (key & 0xFFFFFFFF) + self._extent_pages(extent.record_count, extent.stride_pages)
+        return 0 if row is None else self._geometry.file_pages(end, row.page_count)
 
     def _state_problems(self) -> Iterator[str]:
         """The sums over all segments and records are those of the state row."""
@@ -286,6 +303,13 @@ class _Check:
                 pages = self._extent_pages(int(extent["count"]), int(extent["stride_pages"]))
                 held[segment] = held.get(segment, 0) + pages
         return held
+
+    def _freed_pages(self) -> dict[int, int]:
+        """Return per segment what was freed in units that hold something else."""
+        pages: dict[int, int] = {}
+        for key, count in self._units.items():
+            pages[key >> 32] = pages.get(key >> 32, 0) + count
+        return pages
 
     def _pending_pages(self) -> dict[int, int]:
         pages: dict[int, int] = {}

@@ -4,6 +4,7 @@ import logging
 import secrets
 
 from tierstore.backend.inventory import stored_segments, trim_segments
+from tierstore.block_units import PAGE_UNITS, BlockUnits
 from tierstore.bounded_log import bounded
 from tierstore.config import SecondaryConfig
 from tierstore.errors import (
@@ -29,7 +30,7 @@ from tierstore.tier.orphans import release_orphans
 from tierstore.tier.owners import OwnerLock, bury_dead, is_owner_dead
 from tierstore.tier.space import Space
 
-__all__ = ["enter_manifest", "enter_owner", "enter_state", "require_version"]
+__all__ = ["enter_manifest", "enter_owner", "enter_state", "enter_units", "require_version"]
 
 _logger = bounded(logging.getLogger(__name__))
 
@@ -37,6 +38,7 @@ _BACKENDS = ("file", "lmdb")
 _FIRST_NUMBER_MAX = 1 << 30
 """Segments and owners have 31 bits: half of them are left to count on."""
 _FIRST_ID_MAX = 1 << 48
+_UNITS_KEY = b"units"
 
 
 def require_version(
@@ -57,6 +59,35 @@ def require_version(
             f"{CATALOG_VERSION}; remove the directory, it is rebuilt from nothing, or choose "
             "another path"
         )
+
+
+def enter_units(
+    txn: Transaction, databases: Databases, measured: BlockUnits, *, is_certain: bool
+) -> BlockUnits:
+    """Return the units by which the path is accounted: ours, or larger ones from before.
+
+    Another file system may lie below a path that was copied, or mounted anew. What was measured
+    with too little room counts only for a path on which nothing is accounted yet.
+
+    Raises:
+        CatalogDamagedError: what is there is accounted by smaller ones; or the row is damaged.
+    """
+    value = txn.get(_UNITS_KEY, db=databases.state)
+    stored = PAGE_UNITS if value is None else BlockUnits.unpack(value)
+    if stored is None:
+        raise CatalogDamagedError("the units of the file system are damaged")
+    units = stored.merged(measured)
+    if units == stored:
+        return stored
+    if txn.stat(db=databases.segments)["entries"]:
+        if not is_certain:
+            return stored
+        raise CatalogDamagedError(
+            "what it holds is accounted by smaller pieces than the file system below it gives out "
+            f"and takes back now: {units}, not {stored}"
+        )
+    txn.put(_UNITS_KEY, units.pack(), db=databases.state)
+    return units
 
 
 def enter_state(

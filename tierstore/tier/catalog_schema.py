@@ -1,6 +1,7 @@
 """Rows of the catalog: fixed layouts, checked when read. Nothing is pickled.
 
     state       b"state"                 -> StateRow
+    state       b"units"                 -> BlockUnits, unless every page comes back by itself
     namespaces  namespace (8)            -> manifest, canonical JSON in full
     epochs      namespace (8)            -> owner (u32 LE): the one process that asks for it
     floors      namespace (8)            -> segment (u32 LE): its records in older ones are garbage
@@ -9,6 +10,7 @@
     order       sequence (u64 BE)        -> pages of the record (u32 LE) + key; oldest first
     extents     segment, header page (u32 BE each) -> ExtentRow; only extents with a live record
     segments    segment (u32 BE)         -> SegmentRow
+    units       segment, unit (u32 BE each) -> pages (u32 LE) that were freed; less than all of them
     pending     id (u64 BE)              -> PendingRow: extents being written, pages being released
 
 Integers in values are little-endian; keys are big-endian, so that their order is numeric.
@@ -64,7 +66,7 @@ ORDER_PAGES_BYTES = 4
 segment_key = struct.Struct(">I").pack
 """Of `segments`; of `owners` likewise."""
 number_value = struct.Struct("<I").pack
-"""Of `epochs` and `floors`."""
+"""Of `epochs`, `floors` and `units`."""
 wide_key = struct.Struct(">Q").pack
 """Of `order` and `pending`, and of `extents` with segment and header page in one number."""
 
@@ -109,6 +111,7 @@ class Databases:
         self.order = env.database(b"order")
         self.extents = env.database(b"extents")
         self.segments = env.database(b"segments")
+        self.units = env.database(b"units")
         self.pending = env.database(b"pending")
 
     def all(self) -> list[Database]:
@@ -178,6 +181,8 @@ class SegmentRow(_Row):
     |<------------ page_count (preallocated) ------------>|
     | allocated extents            |next_page   not yet   |
     held = live or being written; pending = being released; charged = held + pending + rest
+    rest: what is not given out yet, but charged; what was freed in units that hold something else;
+          the file system's own blocks
     """
 
     _LAYOUT: ClassVar[struct.Struct] = struct.Struct("<3I8s7IQ")

@@ -100,8 +100,7 @@ class CatalogTxn:
         places["index"] = np.arange(len(keys)) - firsts
         places["stride_pages"] = stride_pages
         places["payload_bytes"] = payload_bytes
-        lengths = [self.space.segment(segment).page_count for segment in extents["segment"]]
-        places["segment_pages"] = np.repeat(np.array(lengths, "<u4"), counts)
+        places["segment_pages"] = np.repeat(self._file_pages(extents), counts)
         pending_id = self.space.pending.add(PendingRow(self.space.owner, extents=extents))
         return Ticket(tuple(keys), records, extents, pending_id)
 
@@ -137,9 +136,16 @@ class CatalogTxn:
         return True
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Make recorded keys the youngest, in order; count one use each."""
+        """Make recorded keys the youngest, in order; count one use each.
+
+        But for records that leave in the order in which they were written.
+        """
         ordered = list(dict.fromkeys(reversed(keys)))[::-1]
         found, records = self._find(ordered)
+        if found and self._geometry.unit_pages != 1:
+            strides = records["place"]["stride_pages"].tolist()
+            moving = [i for i, pages in enumerate(strides) if not self._geometry.keeps_order(pages)]
+            found, records = [found[index] for index in moving], records[moving]
         if found:
             self._delete_order(records)
             records["uses"] += 1
@@ -239,6 +245,16 @@ class CatalogTxn:
     def sweep(self, sweep: Sweep) -> Sweep:
         """Remove some garbage; return how far the pass has come once this is committed."""
         return sweep.step(self._txn, self._databases, self.floors)
+
+    def _file_pages(self, extents: RowArray) -> RowArray:
+        """Return how long the file of each extent has to be."""
+        header_pages = self._geometry.header_pages
+        ends = extents["header_page"] + header_pages + extents["count"] * extents["stride_pages"]
+        pages = [
+            self._geometry.file_pages(end, self.space.segment(segment).page_count)
+            for segment, end in zip(extents["segment"].tolist(), ends.tolist(), strict=True)
+        ]
+        return np.array(pages, "<u4")
 
     def _find(self, keys: Sequence[OffloadKey]) -> tuple[list[OffloadKey], RowArray]:
         """Return the keys that have a record, and the records."""

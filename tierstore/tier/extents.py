@@ -5,7 +5,7 @@ import numpy as np
 from tierstore.record import EXTENT_RECORDS_MAX
 from tierstore.tier.catalog_schema import RowArray
 
-__all__ = ["coalesce", "extent_records_max", "fit_count"]
+__all__ = ["coalesce", "extent_records_max", "fit_count", "laid_out_pages"]
 
 _EXTENT_PAGES_MAX = 1024
 """Longer extents of large records would be written and read by one thread while others idle."""
@@ -21,6 +21,12 @@ def fit_count(room_pages: int, stride_pages: int, header_pages: int) -> int:
     per_extent = extent_records_max(stride_pages)
     extent_count, rest = divmod(room_pages, header_pages + per_extent * stride_pages)
     return extent_count * per_extent + max(0, rest - header_pages) // stride_pages
+
+
+def laid_out_pages(record_count: int, stride_pages: int, header_pages: int) -> int:
+    """Return how many pages records take that begin a new extent, headers included."""
+    extent_count = -(-record_count // extent_records_max(stride_pages))
+    return record_count * stride_pages + extent_count * header_pages
 
 
 def coalesce(runs: RowArray) -> RowArray:

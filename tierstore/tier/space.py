@@ -1,14 +1,15 @@
 """Pages of a tier within one write transaction: who holds them, and what they cost.
 
 A page is never used twice: segments are appended to and then released. Pages of evicted or aborted
-records stay charged until every rank has given them back.
+records stay charged until every rank has given them back. Where the file system takes back larger
+units only (`BlockUnits`), they stay charged until all of their unit is free, and was given back.
 """
 
 import numpy as np
 import numpy.typing as npt
 
 from tierstore.errors import CatalogDamagedError
-from tierstore.geometry import SpaceGeometry, segment_overhead_pages
+from tierstore.geometry import SpaceGeometry
 from tierstore.lmdb_env import Database, Transaction
 from tierstore.tier.budget import Budget, CatalogSize
 from tierstore.tier.catalog_schema import (
@@ -25,7 +26,8 @@ from tierstore.tier.catalog_schema import (
     segment_key,
     wide_key,
 )
-from tierstore.tier.extents import coalesce, extent_records_max, fit_count
+from tierstore.tier.extents import coalesce, extent_records_max, fit_count, laid_out_pages
+from tierstore.tier.freed_units import FreedUnits
 from tierstore.tier.pending import PendingRows
 
 __all__ = ["Space"]
@@ -60,6 +62,7 @@ class Space:
             raise CatalogDamagedError("the state row is missing")
         self.state = state
         self.pending = PendingRows(txn, databases, state)
+        self._units = FreedUnits(txn, databases, geometry.unit_pages)
         self.budget = Budget.measure(txn, databases, geometry, state, size=size)
         self._stored_state = state.pack()
         self._segments: dict[int, SegmentRow | None] = {}
@@ -104,15 +107,25 @@ class Space:
 
     def charge_of(self, namespace: bytes, count: int, stride_pages: int) -> int:
         """Return the pages on all ranks that `count` records would cost now."""
-        if not self._geometry.charges_segments:
-            return count * stride_pages * self._geometry.rank_count
-        segment_pages = self._new_segment_pages(stride_pages)
-        header_pages = self._geometry.header_pages
+        geometry = self._geometry
+        header_pages, pages = geometry.header_pages, 0
         active = self._usable(namespace)
         if active is not None:
-            count -= fit_count(active.page_count - active.next_page, stride_pages, header_pages)
-        segment_count = -(-max(0, count) // fit_count(segment_pages, stride_pages, header_pages))
-        return segment_count * self._segment_charge(segment_pages)
+            room = active.page_count - active.next_page
+            fit = min(count, fit_count(room, stride_pages, header_pages))
+            used = laid_out_pages(fit, stride_pages, header_pages)
+            pages = geometry.charged_end(active.next_page + used, active.page_count)
+            pages -= geometry.charged_end(active.next_page, active.page_count)
+            count -= fit
+        if count:
+            segment_pages = self._new_segment_pages(stride_pages)
+            fit = fit_count(segment_pages, stride_pages, header_pages)
+            full_count, rest = divmod(count, fit)
+            for records, segments in ((fit, full_count), (rest, min(rest, 1))):
+                used = laid_out_pages(records, stride_pages, header_pages)
+                end = geometry.charged_end(used, segment_pages)
+                pages += segments * (end + geometry.overhead_pages(segment_pages))
+        return pages * geometry.rank_count
 
     def free_pages(self) -> int:
         """Return the pages on all ranks that may be charged, less than none if there are too many.
@@ -126,16 +139,17 @@ class Space:
 
         Grows while the active segment fills: when it is full, there is room for the next.
         """
-        share_pages = self._geometry.share_pages(
-            self.budget.capacity_bytes, self.budget.owner_count
-        )
-        if not self._geometry.charges_segments:
+        geometry = self._geometry
+        if not geometry.is_file:
             return self.budget.space_pages // _LMDB_AHEAD_SHARE
+        share_pages = geometry.share_pages(self.budget.capacity_bytes, self.budget.owner_count)
         row = None if self.active is None else self.find_segment(self.active)
         if row is None or row.state != SegmentState.ACTIVE:
-            return self._segment_charge(share_pages)
-        overhead = segment_overhead_pages(row.page_count)
-        next_charge = self._segment_charge(min(row.page_count, share_pages))
+            return self._segment_charge(geometry.units.whole(share_pages))
+        overhead = geometry.overhead_pages(row.page_count)
+        next_charge = self._segment_charge(min(row.page_count, geometry.units.whole(share_pages)))
+        if not geometry.charges_segments:
+            return next_charge
         return min(next_charge, (row.next_page + overhead) * row.rank_count)
 
     def allocate(self, namespace: bytes, count: int, stride_pages: int) -> RowArray:
@@ -156,11 +170,12 @@ class Space:
             extents.append((self.active, row.next_page, stride_pages, fit))
             row.writing_count += 1
             pages = self._geometry.header_pages + fit * stride_pages
+            charged = self._geometry.charged_end(row.next_page + pages, row.page_count)
+            charged -= self._geometry.charged_end(row.next_page, row.page_count)
             row.next_page += pages
             row.held_pages += pages
-            if not self._geometry.charges_segments:
-                row.charged_pages += pages
-                self.state.charged_pages += pages * row.rank_count
+            row.charged_pages += charged
+            self.state.charged_pages += charged * row.rank_count
             count -= fit
         laid_out = np.array(extents, EXTENT_DTYPE)
         self.state.writing_count += int(laid_out["count"].sum())
@@ -243,17 +258,18 @@ class Space:
         self._shrunk.add(segment)
 
     def trim_segment(self, segment: int) -> None:
-        """Free the unwritten tail of a closed segment.
+        """Free the unwritten tail of a closed segment, as far as it is charged.
 
         Only when no first write can follow that would preallocate the file again, after the tail
         was given back: once a record in it was committed, or when its owner is dead.
         """
         row = self.segment(segment)
-        tail = row.page_count - row.next_page
-        if row.state == SegmentState.CLOSED and tail and self._geometry.charges_segments:
+        first = row.next_page
+        tail = self._geometry.charged_end(first, row.page_count) - first
+        if row.state == SegmentState.CLOSED and tail:
             row.held_pages += tail
-            row.next_page = row.page_count
-            self._free(np.array([(segment, row.page_count - tail, tail)], RUN_DTYPE))
+            row.next_page += tail
+            self._free(np.array([(segment, first, tail)], RUN_DTYPE))
 
     def kill_segments(self, namespace: bytes) -> None:
         """Take all segments of a namespace, with their records, out of the tier. O(segments).
@@ -299,9 +315,7 @@ class Space:
         if pending is None or len(pending.extents):
             return
         self.pending.remove(pending_id)
-        segments, inverse = np.unique(pending.runs["segment"], return_inverse=True)
-        sums = np.bincount(inverse, weights=pending.runs["page_count"])
-        for segment, pages in zip(segments.tolist(), sums.astype(np.int64).tolist(), strict=True):
+        for segment, pages in _pages_by_segment(pending.runs):
             row = self.find_segment(segment)
             if row is not None:
                 self._uncharge(row, pages)
@@ -343,7 +357,7 @@ class Space:
         return self._geometry.segment_pages(budget.capacity_bytes, budget.owner_count, stride_pages)
 
     def _segment_charge(self, segment_pages: int) -> int:
-        pages = segment_pages + segment_overhead_pages(segment_pages)
+        pages = segment_pages + self._geometry.overhead_pages(segment_pages)
         return pages * self._geometry.rank_count
 
     def _open_segment(self, namespace: bytes, page_count: int) -> None:
@@ -351,8 +365,8 @@ class Space:
         if self.active is not None and active is not None and active.state == SegmentState.ACTIVE:
             self.close_segment(self.active)
         row = SegmentRow(self.owner, self._geometry.rank_count, page_count, namespace)
-        if self._geometry.charges_segments:
-            row.charged_pages = row.page_count + segment_overhead_pages(row.page_count)
+        row.charged_pages = self._geometry.charged_end(0, page_count)
+        row.charged_pages += self._geometry.overhead_pages(page_count)
         self.active = self.state.next_segment
         self.state.next_segment += 1
         self.state.charged_pages += row.charged_pages * row.rank_count
@@ -381,16 +395,20 @@ class Space:
         return row
 
     def _free(self, runs: RowArray) -> None:
-        self._freed.append(runs)
-        segments, inverse = np.unique(runs["segment"], return_inverse=True)
-        sums = np.bincount(inverse, weights=runs["page_count"])
-        for segment, pages in zip(segments.tolist(), sums.astype(np.int64).tolist(), strict=True):
+        for segment, pages in _pages_by_segment(runs):
             row = self.segment(segment)
             if row.held_pages < pages:
                 raise CatalogDamagedError(f"segment {segment} frees too much")
             row.held_pages -= pages
-            self._add_pending_pages(row, pages)
             self._shrunk.add(segment)
+        freed = self._units.free(runs)
+        self._freed.append(freed)
+        for segment, pages in _pages_by_segment(freed):
+            self._add_pending_pages(self.segment(segment), pages)
+        if not self._geometry.unit_pages:
+            # At once: whoever evicts until enough is pending would go on, and empty the tier.
+            for segment in np.unique(runs["segment"]).tolist():
+                self._mark_empty(segment)
 
     def _mark_empty(self, segment: int) -> bool:
         """Return whether a segment holds nothing any more; then all of it is pending."""
@@ -402,6 +420,7 @@ class Space:
         if not is_empty:
             return False
         self._add_pending_pages(row, row.charged_pages - row.pending_pages)
+        self._units.drop(segment)
         return True
 
     def _add_pending_pages(self, row: SegmentRow, pages: int) -> None:
@@ -415,3 +434,9 @@ class Space:
         row.charged_pages -= pages
         self.state.pending_pages -= pages * row.rank_count
         self.state.charged_pages -= pages * row.rank_count
+
+
+def _pages_by_segment(runs: RowArray) -> list[tuple[int, int]]:
+    segments, inverse = np.unique(runs["segment"], return_inverse=True)
+    sums = np.bincount(inverse, weights=runs["page_count"]).astype(np.int64)
+    return list(zip(segments.tolist(), sums.tolist(), strict=True))
