@@ -41,3 +41,8 @@ class TierIo:
         """Guarded by the executor's lock."""
         self.pool = IoPool(config.io.threads, f"tierstore-{config.name}")
         self.pool.open()
+
+    def close(self) -> None:
+        """Close what the threads used, once they have ended."""
+        self.backend.close()
+        self.owners.close()

@@ -1,13 +1,16 @@
 """The control half of one secondary tier: its catalog, behind a mailbox."""
 
 import logging
+import threading
+import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Self
 
 from tierstore.clock import MonotonicClock
 from tierstore.config import SecondaryConfig
-from tierstore.errors import BackendError, CatalogError
+from tierstore.errors import BackendError, CatalogError, ClosedError
 from tierstore.io_pool import Mailbox
 from tierstore.key import OffloadKey
 from tierstore.manifest import Manifest
@@ -38,6 +41,8 @@ __all__ = ["SecondaryTier"]
 _logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 30.0
+_LOOK_SECONDS = 0.01
+"""Between two looks of `close` whether others have left the catalog."""
 _ADVICE_WAITING_MAX = 1024
 """A catalog that is slower than its callers hears no more of uses and of worthless records."""
 _TOUCH_SECONDS = 0.1
@@ -68,6 +73,8 @@ class SecondaryTier:
         self._hidden_until = 0
         """Nothing is located before so many namespaces are forgotten."""
         self._is_closed = False
+        self._users: set[int] = set()
+        """Threads of others that are in the catalog now, so that it must not be closed."""
         self._is_failing = False
 
     @classmethod
@@ -251,23 +258,40 @@ class SecondaryTier:
             BackendError: the catalog cannot be read.
             CatalogError: the catalog is damaged.
         """
-        return self._catalog.stats()
+        with self._in_use():
+            return self._catalog.stats()
 
     def check(self) -> list[str]:
         """Verify the catalog's invariants; return the violations in words (empty: sound)."""
-        return self._catalog.check()
+        with self._in_use():
+            return self._catalog.check()
+
+    def sync(self) -> None:
+        """Flush the catalog to the device; for a thread that may wait.
+
+        Raises:
+            BackendError: the device refused.
+        """
+        with self._in_use():
+            self._catalog.sync()
 
     def close(self, timeout_seconds: float | None = None) -> None:
         """Finish the queue, sync the catalog to the device, stop the writer; idempotent.
 
-        Waits for each of two threads for `timeout_seconds`, by default half a minute.
+        Waits for `timeout_seconds` in all, by default half a minute, for its threads and for those
+        that read it, and then for its file.
         """
         if self._is_closed:
             return
         self._is_closed = True
         seconds = _CLOSE_SECONDS if timeout_seconds is None else timeout_seconds
+        until = self._clock.seconds() + seconds
         self._put(Leave())
-        if not (self._lookups.close(seconds) and self._mailbox.close(seconds)):
+        has_ended = self._lookups.close(seconds)
+        has_ended &= self._mailbox.close(max(0.0, until - self._clock.seconds()))
+        while self._users and self._clock.seconds() < until:
+            time.sleep(_LOOK_SECONDS)
+        if not has_ended or self._users:  # nobody in the library may find its environment closed
             _logger.error("catalog thread hangs: tier=%s; its device does not answer", self._name)
             return
         try:
@@ -275,6 +299,18 @@ class SecondaryTier:
         except (BackendError, CatalogError) as error:
             _logger.warning("catalog sync failed: tier=%s cause=%s", self._name, error)
         self._catalog.close()
+
+    @contextmanager
+    def _in_use(self) -> Iterator[None]:
+        """Keep the catalog open for this thread; `close` waits for it."""
+        thread_id = threading.get_ident()
+        try:
+            self._users.add(thread_id)
+            if self._is_closed:
+                raise ClosedError(f"the tier is closed: {self._name}")
+            yield
+        finally:
+            self._users.discard(thread_id)
 
     def _put(self, operation: Operation) -> None:
         self._put_touched()
