@@ -109,8 +109,9 @@ class _TierFlush:
         """Say which chunks the tier has not, or may lose, and why."""
         pace = self._wait.pace
         complaints = self._cascade.complaints()
-        if complaints and pace.cause:
-            complaints.append(f"last cause {pace.cause}")
+        if complaints:
+            causes = [cause for cause in (pace.cause, self._secondary.failure) if cause]
+            complaints += [f"last cause: {cause}" for cause in causes]
         if self._given_up_at is _Step.WRITING:
             complaints.append(
                 f"it refuses, or has not moved for {self._wait.stall_seconds:g} s, and "

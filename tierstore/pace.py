@@ -25,15 +25,15 @@ class TierPace:
     stands_still: bool = False
     """It was waited for in vain, and has not moved since."""
     cause: str = ""
-    """Why a command failed last, in the system's words; empty: nobody knows."""
+    """Why the last demote failed, in the system's words; empty: it did not, or nobody knows."""
 
     unsynced_count: int = 0
     """Chunks that were written since the device was last asked with success to keep all."""
 
     def note(self, done: TransferDone, order: Demote | Release, now: float) -> None:
         """Take note of the answer to a command."""
-        self.cause = done.cause or self.cause
         if isinstance(order, Demote):
+            self.cause = done.cause
             self.unsynced_count += len(order.keys) - len(done.failed)
         if done.ok:
             self.moved_at = now

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.backend.failure import FailureLog
+from tierstore.backend.failure import FailureLog, name_of
 from tierstore.backend.protocol import RecordIo
 from tierstore.errors import (
     BackendCorruptError,
@@ -243,7 +243,9 @@ class LmdbBackend:
         return failed
 
     def _fail(self, action: str, error: TierStoreError, record_count: int) -> FailureReason:
-        cause = type(error.__cause__ or error).__name__
+        foreign = error.__cause__ or error
+        # The library's classes say less than its words, of which there are few as well.
+        cause = name_of(foreign) if isinstance(foreign, OSError) else str(foreign)
         self._failures.report(action, cause, record_count=record_count)
         return _REASONS.get(type(error), FailureReason.IO_ERROR)
 

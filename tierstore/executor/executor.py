@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Self
 
+from tierstore.backend.failure import take_cause
 from tierstore.backend.opening import BackendOpener, open_backend
 from tierstore.backend.protocol import Backend
 from tierstore.clock import Clock, MonotonicClock
@@ -423,20 +424,25 @@ class TransferExecutor:
             range(span.record_count), FailureReason.IO_ERROR
         )
         self._begin_write(tier)
+        take_cause()  # of something that came before
         try:
             if tier.owners.hold(owner):
                 failed = tier.backend.write(span.records(self._pool.array.data, self._slot_bytes))
         finally:
+            if failed:
+                job.cause = take_cause() or job.cause
             self._end_task(job, tier, span, failed)
 
     def _release(self, job: Job, tier: TierIo, release: Release) -> None:
         reason: FailureReason | None = FailureReason.IO_ERROR
         self._begin_write(tier)
+        take_cause()
         try:
             reason = tier.backend.release(release.runs, release.empty_segments)
         finally:
             with self._lock:
                 job.ok = reason is None
+                job.cause = "" if job.ok else take_cause()
                 job.tasks_left -= 1
                 tier.progress.end(self._clock.seconds())
                 self._changed.notify_all()

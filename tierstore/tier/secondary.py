@@ -115,6 +115,11 @@ class SecondaryTier:
         return self._catalog.damage
 
     @property
+    def failure(self) -> str:
+        """Why the catalog did not do what it was last told; empty: it did."""
+        return self._writer.failure
+
+    @property
     def is_foreign(self) -> bool:
         """Whether the path knew other identities alone when it was opened."""
         return self._catalog.is_foreign
