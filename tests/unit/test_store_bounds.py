@@ -173,7 +173,7 @@ def test_a_close_takes_no_longer_while_calls_of_others_wait(tmp_path):
         CHUNKS.put(tiers.store, range(100, 112))
 
         def flush():
-            with pytest.raises(Exception, match="closed|tier0"):
+            with pytest.raises(Exception, match=r"closed|tier0"):
                 tiers.store.flush()
 
         waiting = [threading.Thread(target=flush) for _ in range(4)]

@@ -33,7 +33,7 @@ __all__ = ["TierStack"]
 
 _logger = logging.getLogger(__name__)
 
-_CLOSE_SECONDS = 10.0
+_CLOSE_SECONDS = 5.0
 _WAITING_SHARE = 0.75
 """Of the time of a close, for the threads of a catalog; the rest is for its file."""
 
