@@ -227,8 +227,12 @@ class PlaneLoop:
 
     def wait_for_any(self, loads: Sequence[PendingLoad]) -> PendingLoad:
         """Wait until one of some loads is answered, which the deadlines bound; return it."""
-        self.settle(lambda: any(load.answers for load in loads))
-        return next(load for load in loads if load.answers)
+        self.pump()  # enough for what is in memory
+        while True:
+            for load in loads:
+                if load.answers:
+                    return load
+            self.settle(lambda: any(load.answers for load in loads))
 
     def finish_load(self, load: PendingLoad) -> None:
         """Give the slots of an answered load back to the tiers."""

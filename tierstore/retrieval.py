@@ -38,6 +38,21 @@ class _Batch:
 class Retrieval:
     """Loads chunks to a caller's array; runs inside the gate, and steps out where it waits."""
 
+    __slots__ = (
+        "_batch_chunks",
+        "_found",
+        "_group_idx",
+        "_in_flight",
+        "_loop",
+        "_out",
+        "_planes",
+        "_pool",
+        "_rows_of",
+        "_specs",
+        "_stack",
+        "_stall_seconds",
+    )
+
     def __init__(
         self,
         planes: "Planes",
@@ -126,8 +141,9 @@ class Retrieval:
 
     def _finish_one(self) -> None:
         """Wait for the batch that comes first, and take it to the caller's array."""
-        load = self._loop.wait_for_any([batch.load for batch in self._in_flight])
-        i = next(i for i, batch in enumerate(self._in_flight) if batch.load is load)
+        loads = [batch.load for batch in self._in_flight]
+        load = self._loop.wait_for_any(loads)
+        i = [other is load for other in loads].index(True)
         batch = self._in_flight[i]
         self._planes.is_changing = False
         self._copy_out(batch)
