@@ -30,7 +30,7 @@ class TierPace:
     unsynced_count: int = 0
     """Chunks that were written since the device was last asked with success to keep all."""
 
-    def note(self, done: TransferDone, order: Demote | Release, now: float) -> None:
+    def note(self, done: TransferDone, order: Demote | Release | None, now: float) -> None:
         """Take note of the answer to a command."""
         if isinstance(order, Demote):
             self.cause = done.cause

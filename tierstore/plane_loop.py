@@ -26,10 +26,10 @@ _logger = logging.getLogger(__name__)
 
 _FLUSH_STALL_SECONDS = 30.0
 
-_POLL_SECONDS_MIN = 0.0005
-_POLL_SECONDS_MAX = 0.01
-"""Between two looks of a call that waits: the longer, the longer nothing has moved."""
-_POLL_GROWTH = 1.25
+_POLL_SECONDS = 0.0005
+_POLL_SECONDS_MAX = 0.05
+"""Between two looks of a call that waits: for each of those that wait, so that many of them look no
+more often than one does."""
 
 
 class DataPlane(Protocol):
@@ -101,6 +101,9 @@ class PlaneLoop:
         self._loads: dict[JobId, PendingLoad] = {}
         self._answers: deque[TransferDone] = deque()
         self._orders: dict[JobId, Demote | Release] = {}
+        self._pace = TierPace(clock.seconds())
+        """Of all tiers, and of the loads."""
+        self._resting_count = 0
         self._paces = [TierPace(clock.seconds()) for _ in stack.secondaries]
 
     def pump(self) -> bool:
@@ -132,36 +135,22 @@ class PlaneLoop:
             or any(secondary.has_messages() for secondary in self._stack.secondaries)
         )
 
-    def settle(
-        self, condition: Callable[[], bool], is_vain: Callable[[], bool] = lambda: False
-    ) -> bool:
-        """Wait until a condition holds; False: it does not, and to wait any longer is in vain.
+    def settle(self, condition: Callable[[], bool], stall_seconds: float) -> bool:
+        """Wait until a condition holds; False: the devices do not let it.
 
-        Both are asked again whenever something may have moved, and change nothing.
+        Either nothing has moved for `stall_seconds`, or command after command failed.
         """
-        seconds = _POLL_SECONDS_MIN
-        while not condition():
-            if self.pump():
-                seconds = _POLL_SECONDS_MIN
-            elif is_vain():
-                return False
-            else:
-                self._rest(seconds)
-                seconds = min(seconds * _POLL_GROWTH, _POLL_SECONDS_MAX)
-        return True
+        wait = TierWait.begin(self._pace, self._clock.seconds(), stall_seconds)
+        return self._wait_until(condition, lambda: wait.is_vain(self._clock.seconds()))
 
     def settle_within(self, condition: Callable[[], bool], seconds_max: float) -> bool:
         """Wait until a condition holds; False: time is up."""
         until = self._clock.seconds() + seconds_max
-        return self.settle(condition, lambda: self._clock.seconds() > until)
+        return self._wait_until(condition, lambda: self._clock.seconds() > until)
 
-    def settle_while_moving(self, condition: Callable[[], bool], stall_seconds: float) -> bool:
-        """Wait until a condition holds; False: no tier has moved for `stall_seconds`."""
-        now = self._clock.seconds()
-        waits = [TierWait.begin(pace, now, stall_seconds) for pace in self._paces]
-        return self.settle(
-            condition, lambda: all(wait.is_vain(self._clock.seconds()) for wait in waits)
-        )
+    def wait_for_loads(self, condition: Callable[[], bool]) -> None:
+        """Wait until a condition holds, or no load is under way: their deadlines bound it."""
+        self._wait_until(lambda: not self._loads or condition())
 
     def make_room(
         self,
@@ -203,7 +192,7 @@ class PlaneLoop:
                     self._paces[i].stands_still = True
             return (not blocked or now > until) and not any(map(self._is_awaited, lagging))
 
-        self.settle(is_over)
+        self._wait_until(is_over)
 
     def record_victims(self, group_idx: int, count: int, stall_seconds: float) -> None:
         """Let what `count` new chunks will evict be recorded first, by every tier that moves."""
@@ -232,7 +221,7 @@ class PlaneLoop:
             for load in loads:
                 if load.answers:
                     return load
-            self.settle(lambda: any(load.answers for load in loads))
+            self._wait_until(lambda: any(load.answers for load in loads))
 
     def finish_load(self, load: PendingLoad) -> None:
         """Give the slots of an answered load back to the tiers."""
@@ -265,16 +254,32 @@ class PlaneLoop:
         now = self._clock.seconds()
         waits = [TierWait.begin(pace, now, stall_seconds, seconds_max) for pace in self._paces]
         flush = Flush(self._stack, self._executor.begin_sync, waits)
-        self.settle(lambda: flush.is_over(self._clock.seconds()))
+        self._wait_until(lambda: flush.is_over(self._clock.seconds()))
         flush.raise_complaints()
 
-    def _rest(self, seconds: float) -> None:
+    def _wait_until(
+        self, condition: Callable[[], bool], is_vain: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Carry until a condition holds; False: it does not, and to wait any longer is in vain."""
+        while not condition():
+            if not self.pump():
+                if is_vain():
+                    return False
+                self._rest()
+        return True
+
+    def _rest(self) -> None:
         """Sleep until something may have been answered, and let others call meanwhile."""
-        sleep = partial(self._executor.wait, seconds)
-        if self._step_out is None:
-            sleep()
-        else:
-            self._step_out(sleep)
+        self._resting_count += 1
+        try:
+            seconds = min(self._resting_count * _POLL_SECONDS, _POLL_SECONDS_MAX)
+            sleep = partial(self._executor.wait, seconds)
+            if self._step_out is None:
+                sleep()
+            else:
+                self._step_out(sleep)
+        finally:
+            self._resting_count -= 1
 
     def _is_awaited(self, tier_idx: int) -> bool:
         """Return whether a call waits for a tier at all."""
@@ -282,8 +287,10 @@ class PlaneLoop:
 
     def _note_pace(self, done: TransferDone) -> None:
         order = self._orders.pop(done.job_id, None)
+        now = self._clock.seconds()
+        self._pace.note(done, order, now)
         if order is not None:
-            self._paces[order.tier_idx].note(done, order, self._clock.seconds())
+            self._paces[order.tier_idx].note(done, order, now)
 
     def _take(self, done: TransferDone) -> None:
         load = self._loads.get(done.job_id)

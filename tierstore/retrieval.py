@@ -132,12 +132,8 @@ class Retrieval:
         The deadlines of their reads bound it: a chunk whose read hangs is not on its way any more.
         """
         room = {self._group_idx: min(len(wanted), self._batch_chunks)}
-        self._loop.settle(
-            lambda: (
-                not self._loop.load_count
-                or (not self._stack.busy(wanted) and self._stack.primary.has_room(room))
-            )
-        )
+        stack = self._stack
+        self._loop.wait_for_loads(lambda: not stack.busy(wanted) and stack.primary.has_room(room))
 
     def _finish_one(self) -> None:
         """Wait for the batch that comes first, and take it to the caller's array."""

@@ -301,9 +301,7 @@ class TierStore:
             ClosedError: after `close`.
         """
         self._planes.is_changing = True
-        self._loop.settle_while_moving(
-            lambda: not self._stack.has_work(), self._patience.check_seconds
-        )
+        self._loop.settle(lambda: not self._stack.has_work(), self._patience.check_seconds)
         problems = self._stack.check_memory()
         names = [tier.name for tier in self._config.secondary]
         for name, answer in zip(names, self._ask(SecondaryTier.check), strict=True):
