@@ -37,7 +37,11 @@ class IdleCarrier:
         self._close_abandoned = close_abandoned
         self._is_awake = False
         self._is_abandoned = False
-        self._is_stopped = threading.Event()
+        # No event: an interruption could keep its lock from being left, for the thread and `close`
+        # to wait for it for ever.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._is_stopped = False
         self._pause_seconds = _POLL_SECONDS_MIN
         self._logged: set[str] = set()
         self._mailbox: Mailbox[None] = Mailbox("tierstore-idle", self._carry)
@@ -48,19 +52,21 @@ class IdleCarrier:
 
     def wake(self) -> None:
         """Go on with what is on its way; the caller is inside the gate and about to leave it."""
-        if not self._is_awake and not self._is_stopped.is_set() and self._loop.has_messages():
+        if not self._is_awake and not self._is_stopped and self._loop.has_messages():
             self._is_awake = True
             self._mailbox.put(None)
 
     def stop(self) -> None:
         """Carry nothing more; the caller is inside the gate."""
-        self._is_stopped.set()
+        self._is_stopped = True
+        with self._lock:
+            self._changed.notify_all()
 
     def abandon(self) -> None:
         """Let the thread close what nobody will close.
 
         Called by the garbage collector, at any point of any thread: neither waits nor takes a lock
-        that its thread may hold. Hence no event, whose lock is not re-entrant.
+        that its thread may hold, and that is not re-entrant.
         """
         self._is_abandoned = True
         self._mailbox.put(None)
@@ -72,7 +78,7 @@ class IdleCarrier:
 
     def _carry(self, _wakes: list[None]) -> None:
         self._pause_seconds = _POLL_SECONDS_MIN
-        while not self._is_abandoned and not self._is_stopped.wait(self._pause_seconds):
+        while not self._is_abandoned and not self._is_stopped_within(self._pause_seconds):
             try:
                 # If the gate is closed, a call is under way: its thread carries.
                 if self._gate.try_run(self._step) and not self._is_awake:
@@ -86,8 +92,12 @@ class IdleCarrier:
         if self._is_abandoned:
             self._close_abandoned()
 
+    def _is_stopped_within(self, seconds: float) -> bool:
+        with self._lock:
+            return self._changed.wait_for(lambda: self._is_stopped, seconds)
+
     def _step(self) -> None:
-        if self._is_stopped.is_set() or not self._loop.has_messages():
+        if self._is_stopped or not self._loop.has_messages():
             self._is_awake = False
         elif self._loop.pump():
             self._pause_seconds = _POLL_SECONDS_MIN

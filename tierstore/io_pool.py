@@ -119,12 +119,16 @@ class IoPool:
             self._order.add_write(task)
             self._changed.notify()
 
-    def close(self, timeout_seconds: float) -> bool:
-        """Run what is queued, then stop; False: a thread still hangs in its I/O. Idempotent."""
-        until = time.monotonic() + timeout_seconds
+    def begin_close(self) -> None:
+        """Let the threads stop when they have run what is queued; idempotent."""
         with self._lock:
             self._is_closing = True
             self._changed.notify_all()
+
+    def close(self, timeout_seconds: float) -> bool:
+        """Run what is queued, then stop; False: a thread still hangs in its I/O. Idempotent."""
+        until = time.monotonic() + timeout_seconds
+        self.begin_close()
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)

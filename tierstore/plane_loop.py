@@ -6,15 +6,17 @@ What a call leaves on its way is carried on by `idle_carrier`.
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
 from tierstore.bounded_log import Causes, bounded
 from tierstore.clock import Clock
-from tierstore.errors import BackendError
+from tierstore.executor.syncing import PendingSync
+from tierstore.flush import Flush
 from tierstore.metrics import Counters, Metric
+from tierstore.pace import TierPace, TierWait
 from tierstore.tier.reservation import LoadReservation
 from tierstore.tier.stack import TierStack
 from tierstore.transfer import Command, Demote, JobId, Load, Release, TransferDone
@@ -23,12 +25,12 @@ __all__ = ["DataPlane", "PendingLoad", "PlaneLoop"]
 
 _logger = bounded(logging.getLogger(__name__))
 
-_FLUSH_STALL_SECONDS = 60.0
-_FAILURES_MAX = 32
-"""A device that refuses so many commands in a row, releases tried again among them, is not waited
-for: about three seconds, where one that hangs is waited for until time is up."""
+_FLUSH_STALL_SECONDS = 30.0
 
 _POLL_SECONDS = 0.0005
+_POLL_SECONDS_MAX = 0.05
+"""Between two looks of a call that waits: for each of those that wait, so that many of them look no
+more often than one does."""
 
 
 class DataPlane(Protocol):
@@ -43,8 +45,8 @@ class DataPlane(Protocol):
     def wait(self, timeout_seconds: float) -> None:
         """Sleep until something was answered, or time is up."""
 
-    def sync(self, tier_indices: Sequence[int], timeout_seconds: float) -> dict[int, str]:
-        """Flush payload to the devices; return why not, by tier."""
+    def begin_sync(self, tier_idx: int, also: Callable[[], None]) -> PendingSync:
+        """Flush a tier's payload to its device, then call `also`; returns at once."""
 
 
 @dataclass(slots=True)
@@ -63,19 +65,21 @@ class PendingLoad:
         """The answer that the caller waits for, once it is there."""
         return self.answers[0] if self.answers else None
 
-
-@dataclass(slots=True)
-class _Pace:
-    """How one tier gets on with what it was told."""
-
-    moved_at: float
-    failure_count: int = 0
-    stands_still: bool = False
-    """It was waited for in vain, and has not moved since."""
+    def failed_slots(self) -> set[int]:
+        """Return the slots that were not filled; the load is answered."""
+        failed = self.answers[0].failed
+        if not failed:
+            return set()
+        slots = [slot for promote in self.reservation.promotes for slot in promote.slots.tolist()]
+        return {slots[index] for index in failed if index < len(slots)}
 
 
 class PlaneLoop:
-    """Commands from the stack to the executor, answers back; runs in the caller's thread."""
+    """Commands from the stack to the executor, answers back; runs in the caller's thread.
+
+    Each method but those that say so returns at once. While one waits, others may be called by
+    other threads, as far as `step_out` lets them: what both planes hold is consistent then.
+    """
 
     def __init__(
         self,
@@ -83,17 +87,25 @@ class PlaneLoop:
         executor: DataPlane,
         clock: Clock,
         counters: Counters | None = None,
+        *,
+        step_out: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:
-        """Connect the planes; both stay the caller's to close."""
+        """Connect the planes; both stay the caller's to close.
+
+        `step_out` runs what waits, and lets others call meanwhile (None: there are none).
+        """
         self._stack = stack
         self._executor = executor
         self._clock = clock
         self._counters = Counters() if counters is None else counters
+        self._step_out = step_out
         self._loads: dict[JobId, PendingLoad] = {}
         self._answers: deque[TransferDone] = deque()
-        self._tier_of: dict[JobId, int] = {}
-        self._paces = [_Pace(clock.seconds()) for _ in stack.secondaries]
-        self._failure_count = 0
+        self._orders: dict[JobId, Demote | Release] = {}
+        self._pace = TierPace(clock.seconds())
+        """Of all tiers, and of the loads."""
+        self._resting_count = 0
+        self._paces = [TierPace(clock.seconds()) for _ in stack.secondaries]
         self._causes = Causes()
 
     def pump(self) -> bool:
@@ -104,7 +116,7 @@ class PlaneLoop:
         commands = self._stack.commands()
         for command in commands:
             if isinstance(command, Demote | Release):
-                self._tier_of[command.job_id] = command.tier_idx
+                self._orders[command.job_id] = command
         self._executor.submit(commands)
         # An answer that cannot be taken must not take the others with it.
         self._answers.extend(self._executor.poll())
@@ -126,69 +138,72 @@ class PlaneLoop:
         )
 
     def settle(self, condition: Callable[[], bool], stall_seconds: float) -> bool:
-        """Pump until the condition holds; False: the device does not let it.
+        """Wait until a condition holds; False: the devices do not let it.
 
         Either nothing has moved for `stall_seconds`, or command after command failed.
         """
-        moved_at = self._clock.seconds()
-        self._failure_count = 0
-        while not condition():
-            if self.pump():
-                moved_at = self._clock.seconds()
-            elif (
-                self._failure_count > _FAILURES_MAX
-                or self._clock.seconds() - moved_at > stall_seconds
-            ):
-                return False
-            else:
-                self._executor.wait(_POLL_SECONDS)
-        return True
+        wait = TierWait.begin(self._pace, self._clock.seconds(), stall_seconds)
+        return self._wait_until(condition, lambda: wait.is_vain(self._clock.seconds()))
 
-    def settle_tiers(
+    def settle_within(self, condition: Callable[[], bool], seconds_max: float) -> bool:
+        """Wait until a condition holds; False: time is up."""
+        until = self._clock.seconds() + seconds_max
+        return self._wait_until(condition, lambda: self._clock.seconds() > until)
+
+    def wait_for_loads(self, condition: Callable[[], bool]) -> None:
+        """Wait until a condition holds, or no load is under way: their deadlines bound it."""
+        self._wait_until(lambda: not self._loads or condition())
+
+    def make_room(
         self,
-        conditions: Mapping[int, Callable[[], bool]],
+        group_idx: int,
+        count: int,
+        need_bytes: int,
         stall_seconds: float,
-        seconds_max: float = math.inf,
-    ) -> set[int]:
-        """Pump until the conditions of all tiers hold; return the tiers that do not let it.
-
-        Each tier has its own time, and is given up for itself: what stands still is no reason not
-        to wait for what moves, for `seconds_max` in all. A tier that stood still before and has
-        not moved since is not waited for again.
-        """
-        started_at = self._clock.seconds()
-        given_up: set[int] = set()
-        for pace in self._paces:
-            pace.failure_count = 0
-        while True:
-            # All of them each time: what was carried for one tier may undo what held for another.
-            lagging = {i for i, holds in conditions.items() if i not in given_up and not holds()}
-            given_up |= {
-                i for i in lagging if self._stands_still(i, started_at, stall_seconds, seconds_max)
-            }
-            if not lagging - given_up:
-                return given_up
-            if not self.pump():
-                self._executor.wait(_POLL_SECONDS)
-
-    def make_room(self, group_idx: int, count: int, need_bytes: int, stall_seconds: float) -> None:
+        is_clear: Callable[[], bool] = lambda: True,
+    ) -> None:
         """Wait until every tier that moves can take `count` new chunks, of `need_bytes` in all.
 
-        Its write queue has room for them, and it has recorded the chunks that they will evict.
+        Its write queue has room for them, and it has recorded the chunks that they will evict. A
+        tier that has not moved for `stall_seconds` is waited for no more until it moves again.
+        `is_clear` has to hold, too, but is waited for no longer than that either.
         """
         stack = self._stack
+        waits: dict[int, TierWait] = {}
+        until = math.inf
 
         def has_room(tier_idx: int) -> bool:
             cascade = stack.cascades[tier_idx]
             is_free = cascade.room_bytes() >= need_bytes or not cascade.has_work()
             return is_free and stack.demote_victims(tier_idx, group_idx, count) == 0
 
-        conditions = {i: partial(has_room, i) for i in range(len(self._paces))}
-        self.settle_tiers(conditions, stall_seconds)
+        def is_over() -> bool:
+            nonlocal until
+            # All of them each time: what was carried for one tier may undo what held for another.
+            lagging = [i for i in range(len(self._paces)) if not has_room(i)]
+            blocked = not is_clear()
+            if not lagging and not blocked:
+                return True
+            now = self._clock.seconds()
+            if blocked:
+                until = min(until, now + stall_seconds)
+            for i in lagging:
+                if i not in waits:
+                    waits[i] = TierWait.begin(self._paces[i], now, stall_seconds)
+                if waits[i].is_vain(now):
+                    self._paces[i].stands_still = True
+            return (not blocked or now > until) and not any(map(self._is_awaited, lagging))
+
+        self._wait_until(is_over)
 
     def record_victims(self, group_idx: int, count: int, stall_seconds: float) -> None:
         """Let what `count` new chunks will evict be recorded first, by every tier that moves."""
         self.make_room(group_idx, count, 0, stall_seconds)
+
+    @property
+    def load_count(self) -> int:
+        """How many loads are under way, of all callers, and of those who have left."""
+        return len(self._loads)
 
     def start_load(self, reservation: LoadReservation) -> PendingLoad:
         """Fill the slots of a reservation; they are the caller's to read until `finish_load`."""
@@ -199,11 +214,16 @@ class PlaneLoop:
 
     def wait_for(self, load: PendingLoad) -> set[int]:
         """Wait for the answer, which the deadline bounds; return the slots that were not filled."""
-        while load.done is None:
-            if not self.pump():
-                self._executor.wait(_POLL_SECONDS)
-        slots = [slot for promote in load.reservation.promotes for slot in promote.slots.tolist()]
-        return {slots[index] for index in load.done.failed if index < len(slots)}
+        return self.wait_for_any([load]).failed_slots()
+
+    def wait_for_any(self, loads: Sequence[PendingLoad]) -> PendingLoad:
+        """Wait until one of some loads is answered, which the deadlines bound; return it."""
+        self.pump()  # enough for what is in memory
+        while True:
+            for load in loads:
+                if load.answers:
+                    return load
+            self._wait_until(lambda: any(load.answers for load in loads))
 
     def finish_load(self, load: PendingLoad) -> None:
         """Give the slots of an answered load back to the tiers."""
@@ -220,94 +240,59 @@ class PlaneLoop:
         if load.answers and load.reservation.job_id in self._loads:
             self.finish_load(load)
 
-    def finish_left(self) -> None:
-        """Wait for the loads that were left, which the deadline bounds: their chunks arrive."""
-        while any(load.is_left for load in self._loads.values()):
-            if not self.pump():
-                self._executor.wait(_POLL_SECONDS)
-
     def flush(
         self, stall_seconds: float = _FLUSH_STALL_SECONDS, seconds_max: float = math.inf
     ) -> None:
         """Record all that the cascades admit, and flush it to the devices.
 
-        What could not be written before is tried again, once. Every tier is flushed as far as it
-        goes, whatever became of the others; it is given up when it has not moved for
-        `stall_seconds`, or after `seconds_max`.
+        What could not be written before is tried again, once. What others store meanwhile is not
+        waited for. Every tier is flushed as far as it goes, whatever became of the others; it is
+        given up when it has not moved for `stall_seconds`, or after `seconds_max`.
 
         Raises:
-            BackendError: chunks in memory are not in a tier that should have them: which tier, how
-                many, and why.
+            BackendError: chunks in memory are not in a tier that should have them, or may not be on
+                its device: which tier, how many, and why.
         """
-        stack = self._stack
-        count = len(stack.primary)
-        for tier_idx, cascade in enumerate(stack.cascades):
-            cascade.begin_retry()
-            self._paces[tier_idx].stands_still = False  # who flushes wants to know it now
-
-        def is_flushed(tier_idx: int) -> bool:
-            is_asked = stack.demote_coldest(count, tier_idx) == 0
-            return is_asked and not stack.cascades[tier_idx].has_work()
-
-        def missing_count(tier_idx: int) -> int:
-            held_count = stack.cascades[tier_idx].held_count()
-            return max(held_count, stack.demote_coldest(count, tier_idx))
-
-        indices = range(len(self._paces))
-        conditions = {i: partial(is_flushed, i) for i in indices}
-        given_up = self.settle_tiers(conditions, stall_seconds, seconds_max)
-        # Evicted bytes that cannot be given back are no chunks that are missing.
-        standing = [i for i in given_up if missing_count(i)]
-        moving = [i for i in indices if i not in standing]
-        deaf = [i for i in moving if not stack.secondaries[i].wait(stall_seconds)]
-        unsynced = self._executor.sync([i for i in moving if i not in deaf], stall_seconds)
-        problems: list[str] = []
-        for i in indices:
-            cascade = stack.cascades[i]
-            complaints = cascade.complaints()
-            if i in standing:
-                complaints.append(
-                    f"it refuses, or has not moved for {stall_seconds:g} s, and "
-                    f"{missing_count(i)} chunks wait for it"
-                )
-            if i in deaf:
-                complaints.append("its catalog does not answer")
-            if i in unsynced:
-                complaints.append(unsynced[i])
-            if complaints:
-                problems.append(f"tier {cascade.name}: {', '.join(complaints)}")
-        if problems:
-            raise BackendError(
-                f"flush: {'; '.join(problems)}. What was not written is in memory only, and tried "
-                "again by the next flush"
-            )
-
-    def _stands_still(
-        self, tier_idx: int, since: float, stall_seconds: float, seconds_max: float
-    ) -> bool:
-        """Return whether a tier has been waited for long enough, and note it."""
-        pace = self._paces[tier_idx]
         now = self._clock.seconds()
-        pace.stands_still = (
-            pace.stands_still
-            or pace.failure_count > _FAILURES_MAX
-            or now - max(since, pace.moved_at) > stall_seconds
-            or now - since > seconds_max
-        )
-        return pace.stands_still
+        waits = [TierWait.begin(pace, now, stall_seconds, seconds_max) for pace in self._paces]
+        flush = Flush(self._stack, self._executor.begin_sync, waits)
+        self._wait_until(lambda: flush.is_over(self._clock.seconds()))
+        flush.raise_complaints()
+
+    def _wait_until(
+        self, condition: Callable[[], bool], is_vain: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Carry until a condition holds; False: it does not, and to wait any longer is in vain."""
+        while not condition():
+            if not self.pump():
+                if is_vain():
+                    return False
+                self._rest()
+        return True
+
+    def _rest(self) -> None:
+        """Sleep until something may have been answered, and let others call meanwhile."""
+        self._resting_count += 1
+        try:
+            seconds = min(self._resting_count * _POLL_SECONDS, _POLL_SECONDS_MAX)
+            sleep = partial(self._executor.wait, seconds)
+            if self._step_out is None:
+                sleep()
+            else:
+                self._step_out(sleep)
+        finally:
+            self._resting_count -= 1
+
+    def _is_awaited(self, tier_idx: int) -> bool:
+        """Return whether a call waits for a tier at all."""
+        return not self._paces[tier_idx].stands_still and self._stack.cascades[tier_idx].is_awaited
 
     def _note_pace(self, done: TransferDone) -> None:
-        self._failure_count = 0 if done.ok else self._failure_count + 1
-        tier_idx = self._tier_of.pop(done.job_id, None)
-        if tier_idx is None:
-            return
-        pace = self._paces[tier_idx]
-        if done.ok:
-            pace.moved_at = self._clock.seconds()
-            pace.failure_count = 0
-            pace.stands_still = False
-        else:
-            pace.failure_count += 1
+        order = self._orders.pop(done.job_id, None)
+        now = self._clock.seconds()
+        self._pace.note(done, order, now)
+        if order is not None:
+            self._paces[order.tier_idx].note(done, order, now)
 
     def _take(self, done: TransferDone) -> None:
         load = self._loads.get(done.job_id)

@@ -16,18 +16,21 @@ import numpy as np
 
 from tierstore.arrays import Rows, adjacent_runs, byte_rows, one_group, slot_rows
 from tierstore.backend.opening import BackendOpener, backend_opener
+from tierstore.catalog_reader import PendingAnswer
 from tierstore.config import StoreConfig
+from tierstore.errors import BackendError
 from tierstore.executor import TransferExecutor
 from tierstore.faults import SystemOpener, open_system
 from tierstore.key import OffloadKey, require_keys
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters
-from tierstore.plane_loop import PendingLoad
 from tierstore.planes import Patience, Planes
+from tierstore.retrieval import BATCHES_IN_FLIGHT, Retrieval
 from tierstore.store_input import no_memory, require_arguments, require_config
 from tierstore.tier.catalog import SecondaryStats
 from tierstore.tier.opening import open_stack
 from tierstore.tier.reservation import ChunkState, OffloadReservation
+from tierstore.tier.secondary import SecondaryTier
 from tierstore.tier.stack import TierStack
 
 __all__ = ["PrefixMatch", "StoreStats", "TierStore"]
@@ -35,8 +38,6 @@ __all__ = ["PrefixMatch", "StoreStats", "TierStore"]
 _BATCH_BYTES = 4 << 20
 """Chunks are put and got in batches of about this size: pins stay few, and the caller's copy of
 one batch overlaps the I/O of the next."""
-
-_BATCHES_IN_FLIGHT = 8
 
 Parameters = ParamSpec("Parameters")
 Answer = TypeVar("Answer")
@@ -61,15 +62,6 @@ class StoreStats:
     """By the metric's name and label, as in `metrics.Metric`."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """A load on its way to the caller's array."""
-
-    load: PendingLoad
-    rows: list[list[int]]
-    """Per chunk, the rows of the caller's array that want it."""
-
-
 def _alone(
     method: Callable[Concatenate["TierStore", Parameters], Answer],
 ) -> Callable[Concatenate["TierStore", Parameters], Answer]:
@@ -88,8 +80,14 @@ def _alone(
 class TierStore:
     """A store of KV-cache chunks in host memory and on disk.
 
-    Thread-safe: one call runs at a time. Chunks of one prefix are given head first. What waits to
-    be written when a call returns is written without a further call.
+    Thread-safe. One call runs at a time but where it waits for a tier: for a read, for room in a
+    write queue, for a flush, for a catalog. Others run meanwhile, so that what is in memory is put
+    and got without waiting for any disk. Between two such points a call is atomic; `get` and `put`
+    are so for each batch of chunks, not for all of them. A `get` waits for chunks that another one
+    brings already; if a `reset` comes meanwhile, it finds what was there before, or nothing.
+
+    Chunks of one prefix are given head first. What waits to be written when a call returns is
+    written without a further call.
 
     A call from within a call of the same thread (a signal handler, a `__del__`, a log handler) or
     from a thread that does the store's I/O raises `ReentryError` and changes nothing; `close` from
@@ -130,6 +128,7 @@ class TierStore:
             patience=self._patience,
         )
         self._loop = self._planes.loop
+        self._pool = executor.pool.array
         weakref.finalize(self, self._planes.abandon).atexit = False
 
     @classmethod
@@ -241,32 +240,10 @@ class TierStore:
         keys = require_keys(keys, self._manifest.namespace)
         group_idx = one_group(keys, self._specs)
         rows = byte_rows(out, len(keys), self._specs[group_idx].chunk_bytes, writable=True)
-        found = [False] * len(keys)
-        # Each chunk is in one batch, or a second one would find it on its way to memory.
-        rows_of: dict[OffloadKey, list[int]] = {}
-        for i, key in enumerate(keys):
-            rows_of.setdefault(key, []).append(i)
-        wanted = list(rows_of)
-        per_batch = self._batch_chunks(group_idx)
-        in_flight: list[_Batch] = []
-        self._planes.is_changing = True
-        self._loop.finish_left()
-        try:
-            for i in range(0, len(wanted), per_batch)[::-1]:
-                part = wanted[i : i + per_batch]
-                batch = self._start_get(group_idx, part, rows_of)
-                if batch is None and in_flight:  # perhaps they hold the room that it needs
-                    self._finish_first(in_flight, group_idx, rows, found)
-                    batch = self._start_get(group_idx, part, rows_of)
-                if batch is not None:
-                    in_flight.append(batch)
-                while len(in_flight) == _BATCHES_IN_FLIGHT:
-                    self._finish_first(in_flight, group_idx, rows, found)
-            while in_flight:
-                self._finish_first(in_flight, group_idx, rows, found)
-        finally:
-            self._leave(in_flight)  # what an exception has left there
-        return found
+        retrieval = Retrieval(
+            self._planes, self._stack, self._patience.put_seconds, self._pool, self._specs
+        )
+        return retrieval.run(group_idx, keys, rows, self._batch_chunks(group_idx))
 
     @_alone
     def match_prefix(self, keys: Sequence[OffloadKey]) -> PrefixMatch:
@@ -323,13 +300,11 @@ class TierStore:
         self._planes.is_changing = True
         self._loop.pump()
         names = [tier.name for tier in self._config.secondary]
+        glances = self._ask(SecondaryTier.stats)
         return StoreStats(
             primary_chunk_count=len(self._stack.primary),
             primary_capacity_bytes=self._config.primary.capacity_bytes,
-            secondary={
-                name: secondary.stats()
-                for name, secondary in zip(names, self._stack.secondaries, strict=True)
-            },
+            secondary={name: glance.taken() for name, glance in zip(names, glances, strict=True)},
             counters=self._counters.snapshot(),
         )
 
@@ -337,13 +312,23 @@ class TierStore:
     def check(self) -> list[str]:
         """Verify the invariants of all tiers; returns the problems in words, empty when sound.
 
+        Waits for what is on its way, and then for the catalogs, as long as they move and for
+        `Patience.check_seconds` otherwise. A catalog that does not answer is a problem, too.
+
         Raises:
             ReentryError: from within another call.
             ClosedError: after `close`.
         """
         self._planes.is_changing = True
-        self._loop.settle(lambda: not self._stack.has_work(), self._patience.put_seconds)
-        return self._stack.check()
+        self._loop.settle(lambda: not self._stack.has_work(), self._patience.check_seconds)
+        problems = self._stack.check_memory()
+        names = [tier.name for tier in self._config.secondary]
+        for name, answer in zip(names, self._ask(SecondaryTier.check), strict=True):
+            try:
+                problems += answer.taken()
+            except BackendError as error:
+                problems.append(f"tier {name} cannot be checked: {error}")
+        return problems
 
     def close(self) -> None:
         """Flush, stop the threads, release the memory; idempotent.
@@ -351,9 +336,9 @@ class TierStore:
         Other threads' calls then raise `ClosedError`. From within a call of the same thread, the
         store closes when that call ends. A forked process has nothing to close.
 
-        A tier that moves is flushed to its end. For one that does not, each step (flush, threads,
-        catalog) waits for `Patience.close_seconds`: about half a minute for one tier, more if
-        several catalogs hang, one after the other. What is lost is logged.
+        Tiers that move are flushed to their end. Whatever hangs, the call takes no longer than
+        `Patience.close_seconds` after the last movement, or after its begin. What is lost is
+        logged: in which tier, how many chunks, and why.
 
         Raises:
             ReentryError: in a thread that does the store's I/O.
@@ -372,9 +357,10 @@ class TierStore:
         self.close()
 
     def _put_batch(self, group_idx: int, keys: Sequence[OffloadKey], rows: Rows) -> int:
-        need_bytes = len(keys) * self._specs[group_idx].chunk_bytes
         stack = self._stack
-        self._loop.make_room(group_idx, len(keys), need_bytes, self._patience.put_seconds)
+        new_count = stack.primary.locate(keys).count(None)
+        if new_count:  # who only uses what is there waits for no tier
+            self._make_room(group_idx, keys, new_count)
         reservation = stack.reserve_offload(group_idx, keys)
         failed: Sequence[int] = range(len(reservation.keys))
         self._planes.is_changing = False
@@ -388,76 +374,42 @@ class TierStore:
         self._loop.pump()
         return sum(state >= ChunkState.RECORDED for state in stack.locate(keys))
 
+    def _make_room(self, group_idx: int, keys: Sequence[OffloadKey], new_count: int) -> None:
+        stack, loop = self._stack, self._loop
+
+        def is_clear() -> bool:
+            # Other threads' loads bring some of these chunks, or hold the room that they need.
+            if not loop.load_count:
+                return True
+            return not stack.busy(keys) and stack.primary.has_room({group_idx: new_count})
+
+        need_bytes = new_count * self._specs[group_idx].chunk_bytes
+        loop.make_room(group_idx, new_count, need_bytes, self._patience.put_seconds, is_clear)
+
     def _fill_slots(self, reservation: OffloadReservation, rows: Rows) -> None:
         spec, slots = self._specs[reservation.group_idx], reservation.slots
         is_whole = len(reservation.indices) == len(rows)
         for start, stop in adjacent_runs(slots, spec.slot_bytes):
-            target = slot_rows(self._executor.pool.array, spec, int(slots[start]), stop - start)
+            target = slot_rows(self._pool, spec, int(slots[start]), stop - start)
             if is_whole and isinstance(rows, np.ndarray):
                 target[:] = rows[start:stop]
             else:
                 for slot, i in zip(target, reservation.indices[start:stop], strict=True):
                     slot[:] = rows[i]
 
-    def _start_get(
-        self, group_idx: int, wanted: Sequence[OffloadKey], rows_of: Mapping[OffloadKey, list[int]]
-    ) -> _Batch | None:
-        if None in self._stack.primary.locate(wanted):
-            # The coldest chunks may be pinned by these very batches, so that others have to go.
-            count = _BATCHES_IN_FLIGHT * self._batch_chunks(group_idx)
-            self._loop.record_victims(group_idx, count, self._patience.put_seconds)
-        reservation = self._stack.reserve_load([(group_idx, wanted)], partial=True)
-        if reservation is None or not reservation.keys[0]:
-            return None
-        rows = [rows_of[key] for key in reservation.keys[0]]
-        return _Batch(self._loop.start_load(reservation), rows)
-
-    def _finish_first(
-        self, in_flight: list[_Batch], group_idx: int, out: Rows, found: list[bool]
-    ) -> None:
-        batch = in_flight[0]
-        failed = self._loop.wait_for(batch.load)
-        self._planes.is_changing = False
-        self._copy_out(batch, failed, group_idx, out, found)
-        self._planes.is_changing = True
-        self._loop.finish_load(batch.load)
-        in_flight[:1] = self._retry(batch)
-
-    def _copy_out(
-        self, batch: _Batch, failed: set[int], group_idx: int, out: Rows, found: list[bool]
-    ) -> None:
-        # The slots are pinned or still arriving, so their bytes stay in place until finish_load.
-        spec, slots = self._specs[group_idx], batch.load.reservation.slots[0]
-        for start, stop in adjacent_runs(slots, spec.slot_bytes):
-            source = slot_rows(self._executor.pool.array, spec, int(slots[start]), stop - start)
-            for chunk, slot, rows in zip(
-                source, slots[start:stop].tolist(), batch.rows[start:stop], strict=True
-            ):
-                if slot not in failed:
-                    for row in rows:
-                        out[row][:] = chunk
-                        found[row] = True
-
-    def _retry(self, batch: _Batch) -> list[_Batch]:
-        """Load what a batch did not bring from another tier that has it, if any does."""
-        assert batch.load.done is not None, "the load is not answered yet"
-        again = self._stack.retry_load(batch.load.reservation, batch.load.done)
-        if again is None:
-            return []
-        rows = dict(zip(batch.load.reservation.keys[0], batch.rows, strict=True))
-        return [_Batch(self._loop.start_load(again), [rows[key] for key in again.keys[0]])]
-
-    def _leave(self, in_flight: list[_Batch]) -> None:
-        was_changing, self._planes.is_changing = self._planes.is_changing, True
-        for batch in in_flight:
-            self._loop.leave(batch.load)
-        self._planes.is_changing = was_changing
+    def _ask(self, read: Callable[[SecondaryTier], Answer]) -> list[PendingAnswer[Answer]]:
+        """Ask the catalogs, while others call; those that hang are not waited for long."""
+        answers = self._planes.reader.ask(read)
+        self._loop.settle_within(
+            lambda: all(answer.is_done for answer in answers), self._patience.check_seconds
+        )
+        return answers
 
     def _batch_chunks(self, group_idx: int) -> int:
         spec = self._specs[group_idx]
         # The batches of a get, or one of a put and the write-behind queue, fill half of the tier.
         share = self._config.primary.capacity_bytes // (
-            2 * _BATCHES_IN_FLIGHT * max(1, len(self._config.secondary))
+            2 * BATCHES_IN_FLIGHT * max(1, len(self._config.secondary))
         )
         # What a write queue cannot hold of a batch would be dropped.
         queues = (tier.io.write_queue_bytes for tier in self._config.secondary)

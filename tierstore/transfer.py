@@ -180,3 +180,5 @@ class TransferDone:
     job_id: JobId
     ok: bool = True
     failed: dict[int, FailureReason] = field(default_factory=dict)
+    cause: str = ""
+    """What the system called the last failure, such as `EIO`; empty: nobody knows."""

@@ -26,7 +26,8 @@ from tierstore.planes import Patience
 
 CHUNKS = Chunks(16_384)
 TRACED = (
-    *("store", "planes", "gate", "plane_loop", "idle_carrier", "io_pool"),
+    *("store", "retrieval", "planes", "gate", "plane_loop", "idle_carrier", "io_pool"),
+    *("flush", "pace", "catalog_reader"),
     *("tier.stack", "tier.cascade", "tier.promotion", "tier.primary", "tier.locator"),
     *("tier.secondary", "tier.failed_demotes", "executor.executor", "policy.arc", "policy.lru"),
 )
@@ -590,7 +591,7 @@ def test_an_error_of_a_device_is_no_interruption(tmp_path):
         open_backend=lambda *args, **kwargs: FullBackend(open_backend(*args, **kwargs)),
     ) as life.store:
         life.put()
-        with pytest.raises(BackendError, match="disk: the device is on strike"):
+        with pytest.raises(BackendError, match=r"disk: 6 chunks .*: the device is on strike"):
             life.store.flush()
         life.get()
         life.look()

@@ -8,7 +8,7 @@ from pathlib import Path
 from tierstore.bounded_log import bounded
 from tierstore.transfer import FailureReason
 
-__all__ = ["FailureLog", "name_of", "reason_of", "unread_reason_of"]
+__all__ = ["FailureLog", "name_of", "reason_of", "take_cause", "unread_reason_of"]
 
 _logger = bounded(logging.getLogger(__name__))
 
@@ -37,6 +37,19 @@ def name_of(error: OSError) -> str:
     return errno.errorcode.get(error.errno or 0, type(error).__name__)
 
 
+_this_thread = threading.local()
+
+
+def take_cause() -> str:
+    """Return what `FailureLog` was last told in this thread, once; empty: nothing.
+
+    For whoever calls a backend and is told a reason only.
+    """
+    cause: str = getattr(_this_thread, "cause", "")
+    _this_thread.cause = ""
+    return cause
+
+
 class FailureLog:
     """Logs a failure the first time its cause appears; the metrics count the others."""
 
@@ -47,6 +60,7 @@ class FailureLog:
 
     def report(self, action: str, cause: str, *, record_count: int) -> None:
         """Log `cause`, a word of a small fixed set, unless this action failed by it before."""
+        _this_thread.cause = cause
         with self._lock:
             known = (action, cause) in self._causes
             self._causes.add((action, cause))

@@ -262,7 +262,9 @@ class LmdbBackend:
         return failed
 
     def _fail(self, action: str, error: TierStoreError, record_count: int) -> FailureReason:
-        cause = type(error.__cause__ or error).__name__
+        foreign = error.__cause__ or error
+        # The library's classes say less than its words, of which there are few as well.
+        cause = name_of(foreign) if isinstance(foreign, OSError) else str(foreign)
         self._failures.report(action, cause, record_count=record_count)
         return _REASONS.get(type(error), FailureReason.IO_ERROR)
 

@@ -160,7 +160,10 @@ class _SharedCopy:
     def __init__(self, pieces: deque[tuple[IntArray, IntArray, IntArray]]) -> None:
         self._pieces = pieces
         self._unfinished_count = len(pieces)
-        self._changed = threading.Condition()
+        # An interruption cannot keep a lock from being left, as it can a condition, which is left
+        # by a function in Python.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
 
     def help(self) -> None:
         """Copy pieces until none is left."""
@@ -174,7 +177,7 @@ class _SharedCopy:
                 _move(*piece)
                 is_moved = True
             finally:
-                with self._changed:
+                with self._lock:
                     if is_moved:
                         self._unfinished_count -= 1
                     else:  # no memory, say; to copy it once more does no harm
@@ -185,7 +188,7 @@ class _SharedCopy:
         """Copy pieces, then wait for those that helpers took."""
         while self._unfinished_count:
             self.help()
-            with self._changed:
+            with self._lock:
                 self._changed.wait_for(lambda: self._pieces or not self._unfinished_count)
 
 

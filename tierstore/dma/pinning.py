@@ -65,7 +65,10 @@ class PoolPinner:
         self._clock = clock or MonotonicClock()
         piece_count = -(-size_bytes // self._piece_bytes)
         self._pinned = np.zeros(piece_count, bool)
-        self._changed = threading.Condition()
+        # An interruption cannot keep a lock from being left, as it can a condition, which is left
+        # by a function in Python.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._queue = deque(range(piece_count))
         self._task_count = 0
         self._all_pinned = False
@@ -87,7 +90,7 @@ class PoolPinner:
         node = self._api.numa_node()
         if node is not None:
             bind_to_node(self._address, self._size_bytes, node)
-        with self._changed:
+        with self._lock:
             self._task_count = min(SPAWN_MAX, len(self._queue))
         for _ in range(self._task_count):
             spawn(self._run)
@@ -108,7 +111,7 @@ class PoolPinner:
 
     def close(self) -> None:
         """Stop, and unregister every piece; idempotent. No copy may be in flight."""
-        with self._changed:
+        with self._lock:
             self._closing = True
             self._queue.clear()
             self._changed.notify_all()
@@ -138,16 +141,16 @@ class PoolPinner:
         except DeviceError as error:
             self._give_up(error)
         finally:
-            with self._changed:
+            with self._lock:
                 self._task_count -= 1
                 self._changed.notify_all()
 
     def _next_piece(self) -> int | None:
-        with self._changed:
+        with self._lock:
             return self._queue.popleft() if self._queue else None
 
     def _wait_for_driver(self) -> None:
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._closing, _BUSY_SECONDS)
 
     def _register(self, piece: int) -> bool:
@@ -170,7 +173,7 @@ class PoolPinner:
         return True
 
     def _give_up(self, error: DeviceError) -> None:
-        with self._changed:
+        with self._lock:
             if self._closing:
                 return
             self._closing = True

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Self
 
+from tierstore.backend.failure import take_cause
 from tierstore.backend.opening import BackendOpener, open_backend
 from tierstore.backend.protocol import Backend
 from tierstore.bounded_log import Causes, bounded
@@ -19,6 +20,7 @@ from tierstore.dma.protocol import CopyEngine, CopyId
 from tierstore.errors import BackendError, DeviceError, LayoutError
 from tierstore.executor.job import Copy, Job, PartIndex, RecordSpan, split_spans
 from tierstore.executor.progress import SpanRead
+from tierstore.executor.syncing import PendingSync
 from tierstore.executor.tier_io import TierIo, segments_of
 from tierstore.io_pool import IoPool
 from tierstore.layout import PAGE_BYTES, CanonicalKVCaches
@@ -42,9 +44,10 @@ __all__ = ["TransferExecutor"]
 
 _logger = bounded(logging.getLogger(__name__))
 
-_CLOSE_TIMEOUT_SECONDS = 30.0
+_CLOSE_SECONDS = 15.0
+_MOMENT_SHARE = 0.25
 _CLOSE_MOMENT_SECONDS = 1.0
-"""A tier gets so long to stop even if another one has used up the time."""
+"""Of the time of a close, so much is for what comes after the threads of the tiers."""
 
 
 class TransferExecutor:
@@ -126,7 +129,7 @@ class TransferExecutor:
             if caches is not None:
                 if config.primary.pinned == "auto":
                     background = IoPool(SPAWN_MAX, "tierstore-background")
-                    undo.callback(background.close, _CLOSE_TIMEOUT_SECONDS)
+                    undo.callback(background.close, _CLOSE_SECONDS)
                     background.open()
                 engine = open_copy_engine(
                     caches.device,
@@ -140,7 +143,7 @@ class TransferExecutor:
             for tier in config.secondary:
                 opened = TierIo(tier, manifest, open_backend, rank=rank, rank_count=rank_count)
                 undo.callback(opened.backend.close)
-                undo.callback(opened.pool.close, _CLOSE_TIMEOUT_SECONDS)
+                undo.callback(opened.pool.close, _CLOSE_SECONDS)
                 tiers.append(opened)
             undo.pop_all()
         return cls(
@@ -227,47 +230,56 @@ class TransferExecutor:
         """The slots' memory; the slot with number s starts at s * PAGE_BYTES."""
         return self._pool
 
-    def sync(self, tier_indices: Sequence[int], timeout_seconds: float) -> dict[int, str]:
-        """Flush written payload of some tiers to their devices, side by side in their own threads.
+    def begin_sync(self, tier_idx: int, also: Callable[[], None]) -> PendingSync:
+        """Flush a tier's payload to its device, then call `also`, in a thread of the tier.
 
-        Returns by tier why it was not done: the device refused, or did not answer in time.
+        `also` may raise `BackendError`, which counts as a failure of the flush.
         """
-        answers: dict[int, str] = {}
-        unsynced = set(tier_indices)
-        for tier_idx in tier_indices:
-            tier = self._tiers[tier_idx]
-            tier.pool.submit_write(partial(self._sync, tier_idx, tier.backend, unsynced, answers))
-        with self._lock:
-            self._changed.wait_for(lambda: not unsynced, timeout_seconds)
-            hung = dict.fromkeys(unsynced, f"no flush within {timeout_seconds:g} s")
-            return answers | hung
+        tier, sync = self._tiers[tier_idx], PendingSync()
+        tier.pool.submit_write(partial(self._sync, tier.backend, also, sync))
+        return sync
 
-    def close(self, timeout_seconds: float = _CLOSE_TIMEOUT_SECONDS) -> None:
+    def close(self, timeout_seconds: float = _CLOSE_SECONDS) -> None:
         """Finish what was accepted, stop the threads, free the pool; idempotent.
 
-        Afterwards no copy writes to the engine's blocks, even if a thread hangs in its read.
+        Returns after about `timeout_seconds`, whatever hangs. Afterwards no copy writes to the
+        engine's blocks, even if a thread hangs in its read.
         """
         if self._closed:
             return
         self._closed = True
         until = self._clock.seconds() + timeout_seconds
-        moment = min(timeout_seconds, _CLOSE_MOMENT_SECONDS)
-        stopped = [
-            tier.pool.close(max(moment, until - self._clock.seconds())) for tier in self._tiers
-        ]
-        self._stop_copies(timeout_seconds)
+        stops_at = until - min(timeout_seconds * _MOMENT_SHARE, _CLOSE_MOMENT_SECONDS)
+        for tier in self._tiers:
+            tier.pool.begin_close()
+        hung = [tier for tier in self._tiers if not tier.pool.close(self._seconds_to(stops_at))]
+        self._stop_copies(self._seconds_to(until))
         if self._engine is not None:
             self._engine.close()
-        if self._background is not None:
-            stopped.append(self._background.close(timeout_seconds))
-        if all(stopped):
-            for tier in self._tiers:
-                tier.backend.close()
-                tier.owners.close()
+        is_idle = self._background is None or self._background.close(self._seconds_to(until))
+        self._close_tiers([tier for tier in self._tiers if tier not in hung], until)
+        if is_idle and not hung:
             self._pool.close()
         else:
             # A thread still hangs in its I/O: freeing the memory that it writes to would be worse.
-            _logger.error("I/O threads hang at close: their memory stays allocated")
+            _logger.error(
+                "I/O threads hang at close: their memory stays allocated: tiers=%s",
+                ", ".join(tier.config.name for tier in hung),
+            )
+
+    def _seconds_to(self, until: float) -> float:
+        return max(0.0, until - self._clock.seconds())
+
+    def _close_tiers(self, tiers: Sequence[TierIo], until: float) -> None:
+        """Close backends side by side, in threads of their own: one may hang in that, too."""
+        if not tiers:
+            return
+        closers = IoPool(len(tiers), "tierstore-close")
+        closers.open()
+        for tier in tiers:
+            closers.submit_write(tier.close)
+        if not closers.close(self._seconds_to(until)):
+            _logger.error("payload files hang at close: their threads go on closing them")
 
     def _start_load(self, job: Job, load: Load) -> None:
         index = PartIndex(load)
@@ -417,6 +429,7 @@ class TransferExecutor:
             range(span.record_count), FailureReason.IO_ERROR
         )
         self._begin_write(tier)
+        take_cause()  # of something that came before
         try:
             if tier.owners.hold(owner):
                 records = span.records(self._pool.array.data, self._slot_bytes)
@@ -426,35 +439,37 @@ class TransferExecutor:
                 else:  # the path was replaced meanwhile: where this has gone is not accounted for
                     tier.backend.release((), segments_of(records))
         finally:
+            if failed:
+                job.cause = take_cause() or job.cause
             self._end_task(job, tier, span, failed)
 
     def _release(self, job: Job, tier: TierIo, release: Release) -> None:
         reason: FailureReason | None = FailureReason.IO_ERROR
         self._begin_write(tier)
+        take_cause()
         try:
             reason = tier.backend.release(release.runs, release.empty_segments)
         finally:
             with self._lock:
                 job.ok = reason is None
+                job.cause = "" if job.ok else take_cause()
                 job.tasks_left -= 1
                 tier.progress.end(self._clock.seconds())
                 self._changed.notify_all()
 
-    def _sync(
-        self, tier_idx: int, backend: Backend, unsynced: set[int], answers: dict[int, str]
-    ) -> None:
-        """Flush one tier's payload (in an I/O thread)."""
+    def _sync(self, backend: Backend, also: Callable[[], None], sync: PendingSync) -> None:
+        """Flush one tier to its device (in an I/O thread)."""
         why = "the flush failed"
         try:
             backend.sync()
+            also()
             why = ""
         except BackendError as error:
             why = str(error)
         finally:
             with self._lock:
-                if why:
-                    answers[tier_idx] = why
-                unsynced.discard(tier_idx)
+                sync.why = why
+                sync.is_done = True
                 self._changed.notify_all()
 
     def _begin_write(self, tier: TierIo) -> None:

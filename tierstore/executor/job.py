@@ -41,6 +41,8 @@ class Job:
     """The engine's work that a load's copies to blocks come after."""
     ok: bool = True
     failed: dict[int, FailureReason] = field(default_factory=dict)
+    cause: str = ""
+    """What the system called the last failure of a write."""
     abandoned: bool = False
     """Reads were given up: nothing more may be copied to the engine's blocks."""
 
@@ -82,7 +84,10 @@ class Job:
     def done(self) -> TransferDone:
         """Answer for a settled job."""
         return TransferDone(
-            job_id=self.job_id, ok=self.ok and not self.failed, failed=dict(self.failed)
+            job_id=self.job_id,
+            ok=self.ok and not self.failed,
+            failed=dict(self.failed),
+            cause=self.cause,
         )
 
 

@@ -64,6 +64,11 @@ class TierIo:
             self.pool.close(_OPEN_SECONDS_MAX)
             raise
 
+    def close(self) -> None:
+        """Close what the threads used, once they have ended."""
+        self.backend.close()
+        self.owners.close()
+
 
 def segments_of(records: "Sequence[RecordIo]") -> list[int]:
     """Return the segments in which records lie."""

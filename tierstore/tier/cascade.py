@@ -8,7 +8,7 @@
 Pins keep the slots' bytes in place meanwhile; the write queue's limit bounds pins and memory.
 """
 
-import itertools
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
@@ -93,7 +93,7 @@ class Cascade:
         self._secondary = secondary
         self._counters = counters
         self._queue_bytes_max = queue_bytes_max
-        self._tickets = itertools.count(1)
+        self._newest_ticket = 0
         self._waiting: dict[int, _Waiting] = {}
         self._writing: dict[JobId, _Writing] = {}
         self._committing: dict[int, _Writing] = {}
@@ -123,6 +123,21 @@ class Cascade:
     def records_victims(self) -> bool:
         """Whether chunks go down when they are about to leave the primary tier."""
         return self._config.cascade == "on_evict"
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether calls wait for this tier while it moves."""
+        return True
+
+    @property
+    def is_retrying(self) -> bool:
+        """Whether chunks whose demote failed wait to be asked for again."""
+        return self._failures.is_retrying
+
+    @property
+    def newest_ticket(self) -> int:
+        """The ticket that was asked for last; they are numbered."""
+        return self._newest_ticket
 
     @property
     def in_flight(self) -> AbstractSet[OffloadKey]:
@@ -278,6 +293,11 @@ class Cascade:
             or self._failures.is_retrying
         )
 
+    def has_demotes(self, ticket_max: int) -> bool:
+        """Return whether demotes up to a ticket are on their way. O(tickets)."""
+        writing = (demote.ticket for demote in self._writing.values())
+        return min((*self._waiting, *writing, *self._committing), default=math.inf) <= ticket_max
+
     def cancel(self) -> None:
         """Give up all demotes: their chunks are not to be found (reset).
 
@@ -342,7 +362,7 @@ class Cascade:
         # Tail first, since what is recorded first is evicted first.
         per_ticket = max(1, min(_TICKET_BYTES // chunk_bytes, _TICKET_KEYS_MAX))
         for stop in range(len(keys), 0, -per_ticket):
-            ticket = next(self._tickets)
+            ticket = self._newest_ticket = self._newest_ticket + 1
             part = keys[max(0, stop - per_ticket) : stop]
             self._waiting[ticket] = _Waiting(group_idx, part)
             self._secondary.request_places(ticket, part, chunk_bytes)

@@ -89,6 +89,8 @@ class CatalogWriter:
         self._first_waiting: int | None = None
         self._waits_since = 0.0
         self._needs_sync = False
+        self.failure = ""
+        """Why the last transaction failed; empty: it did not."""
         self._synced_at = clock.seconds()
         self._logged: set[str] = set()
 
@@ -246,6 +248,7 @@ class CatalogWriter:
                 self._make_room(work, work.space.ahead_pages())
             has_more = not (is_held_back or work.may_evict())
             freed = work.space.emit()
+        self.failure = ""
         for ticket_id in closed:
             self._writing.difference_update(self._tickets.pop(ticket_id).keys)
         self._tickets.update(opened)
@@ -439,6 +442,7 @@ class CatalogWriter:
         What meets damage is lost, for it would meet it again, together with what comes after it.
         """
         self.failure_count += 1
+        self.failure = str(error)
         full = isinstance(error, BackendFullError)
         is_damage = isinstance(error, BackendCorruptError | CatalogDamagedError)
         reason = FailureReason.FULL if full else FailureReason.IO_ERROR

@@ -19,7 +19,7 @@ from tierstore.key import OffloadKey
 from tierstore.manifest import Manifest
 from tierstore.system import SystemCalls
 from tierstore.tier.catalog import Catalog, SecondaryStats
-from tierstore.tier.catalog_desk import CatalogDesk, CatalogEnd
+from tierstore.tier.catalog_desk import CatalogDesk, CatalogEnd, CatalogTask, DeskItem
 from tierstore.tier.catalog_keeper import CatalogKeeper, CatalogNews, KeeperPace, OpenCatalog
 from tierstore.tier.catalog_messages import (
     BeginEpoch,
@@ -121,9 +121,7 @@ class SecondaryTier:
             pace = KeeperPace(orphans_seconds=math.inf) if searches_once else KeeperPace()
         self._keeper = CatalogKeeper(config.name, config.path, self._open_catalog, self._hear, pace)
         self._desk = CatalogDesk(config.name, self._reads, self._keeper.look)
-        self._mailbox: Mailbox[Operation | CatalogNews | CatalogEnd] = Mailbox(
-            f"catalog-{name}", self._desk.handle
-        )
+        self._mailbox: Mailbox[DeskItem] = Mailbox(f"catalog-{name}", self._desk.handle)
         self._on_opened = on_opened
         self.on_anew: Callable[[], None] = _nothing
         """Called by `poll` and `wait` when the catalog was lost, and another one is in use."""
@@ -135,6 +133,8 @@ class SecondaryTier:
         self._hidden_until = 0
         """Nothing is located before so many namespaces are forgotten."""
         self._is_closed = False
+        self._users: set[int] = set()
+        """Threads of others that are in the catalog now, so that it must not be closed."""
         self._is_failing = False
 
     @classmethod
@@ -224,6 +224,12 @@ class SecondaryTier:
         if opened is None:
             raise _NotOpenError(f"secondary {self._config.name!r}: {self.complaint}")
         return opened.catalog
+
+    @property
+    def failure(self) -> str:
+        """Why the catalog did not do what it was last told; empty: it did."""
+        opened = self._desk.opened
+        return "" if opened is None else opened.writer.failure
 
     def _serve(self) -> None:
         """Turn to the catalog that is open now, between two calls of `poll`."""
@@ -434,6 +440,20 @@ class SecondaryTier:
         raise BackendError(
             f"secondary {self._config.name!r}: its catalog does not answer; its device hangs"
         )
+
+    def sync(self) -> None:
+        """Flush the catalog to the device; for a thread that may wait.
+
+        Raises:
+            BackendError: the device refused, or there is no catalog.
+        """
+        # In the writer's thread, so that nobody closes the catalog meanwhile.
+        task = CatalogTask(lambda: self._catalog.sync())  # noqa: PLW0108 - the catalog of then
+        try:
+            self._mailbox.put(task)
+        except ClosedError as error:
+            raise BackendError(f"secondary {self._config.name!r}: is closed") from error
+        task.wait()
 
     def close(self, timeout_seconds: float | None = None) -> None:
         """Finish the queue, sync the catalog to the device, stop the threads; idempotent.

@@ -6,12 +6,15 @@ places, never bytes. It takes no lock and is called by one thread.
 
 import dataclasses
 import itertools
+import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
 from tierstore.clock import Clock
+from tierstore.io_pool import IoPool
 from tierstore.key import OffloadKey
 from tierstore.layout import GroupSpec
 from tierstore.manifest import Manifest
@@ -27,6 +30,12 @@ from tierstore.tier.secondary import SecondaryTier
 from tierstore.transfer import Command, IntArray, JobId, Promote, TransferDone
 
 __all__ = ["TierStack"]
+
+_logger = logging.getLogger(__name__)
+
+_CLOSE_SECONDS = 5.0
+_WAITING_SHARE = 0.75
+"""Of the time of a close, for the threads of a catalog; the rest is for its file."""
 
 _DEMOTE_AHEAD = 2
 """An `on_evict` tier records the victims of the next reservations ahead, by this many times the
@@ -84,13 +93,19 @@ class TierStack:
             residency=residency,
         )
 
-    def close(self, timeout_seconds: float | None = None) -> None:
-        """Finish the catalogs' queues and close them; idempotent.
+    def close(self, timeout_seconds: float = _CLOSE_SECONDS) -> None:
+        """Finish the catalogs' queues and close them, side by side; idempotent.
 
-        Waits at most `timeout_seconds` for each thread of a catalog that hangs (None: its own).
+        Returns after `timeout_seconds` at the latest: catalogs that hang are left to their threads.
         """
+        if not self._secondaries:
+            return
+        closers = IoPool(len(self._secondaries), "tierstore-close")
+        closers.open()
         for secondary in self._secondaries:
-            secondary.close(timeout_seconds)
+            closers.submit_write(partial(secondary.close, timeout_seconds * _WAITING_SHARE))
+        if not closers.close(timeout_seconds):
+            _logger.error("catalogs hang at close: their threads go on closing them")
 
     @property
     def primary(self) -> PrimaryTier:
@@ -363,6 +378,21 @@ class TierStack:
             coldest = [key for key in coldest if key not in self._doomed]
         return sum(cascade.record_victims(coldest) for cascade in cascades)
 
+    def demote_resident(self, tier_idx: int, keys: Sequence[OffloadKey]) -> int:
+        """Ask an `on_evict` tier to record those of some chunks that are in memory.
+
+        Returns how many of them are not recorded yet.
+        """
+        slots = self._locator.slots(keys)
+        resident = [key for key, slot in zip(keys, slots, strict=True) if slot is not None]
+        return self._cascades[tier_idx].record_victims(resident)
+
+    def busy(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return those of some chunks that come or go when a transfer ends."""
+        if not self._locator.is_any_busy(keys):
+            return []
+        return [key for key in keys if self._locator.is_busy(key)]
+
     def has_work(self) -> bool:
         """Return whether demotes, releases or hung reads are waiting for an answer."""
         return self._promotions.has_late() or any(cascade.has_work() for cascade in self._cascades)
@@ -392,9 +422,13 @@ class TierStack:
         """Make chunks that an offload holds unreachable, and forget them when it ends."""
         self._doomed.update(keys)
 
+    def check_memory(self) -> list[str]:
+        """Verify the invariants of the primary tier; return the violations in words."""
+        return self._primary.check() + self._promotions.check()
+
     def check(self) -> list[str]:
         """Verify the invariants of all tiers; return the violations in words (empty: sound)."""
-        problems = self._primary.check() + self._promotions.check()
+        problems = self.check_memory()
         for secondary in self._secondaries:
             problems += secondary.check()
         return problems

@@ -5,26 +5,32 @@
 Each arrow is one message, and vLLM takes no step any more to carry it.
 """
 
-import time
-
+from tierstore.clock import Clock, MonotonicClock
 from tierstore_vllm.scheduler import SchedulerHalf
-from tierstore_vllm.worker import WorkerHalf
+from tierstore_vllm.worker import DRAIN_SECONDS, WorkerHalf
 
 __all__ = ["drain"]
 
-_DRAIN_SECONDS = 30.0
+_STALL_SECONDS = 10.0
+"""A device that carries out nothing for so long is given up: what else moves has been drained."""
 
 
-def drain(worker: WorkerHalf, scheduler: SchedulerHalf) -> None:
-    """Carry messages between the halves until nothing is outstanding or time is up."""
-    until = time.monotonic() + _DRAIN_SECONDS
+def drain(worker: WorkerHalf, scheduler: SchedulerHalf, *, clock: Clock | None = None) -> None:
+    """Carry messages between the halves until nothing is outstanding or time is up.
+
+    That is `DRAIN_SECONDS` in all, and less if nothing moves. `clock` is another one in tests.
+    """
+    clock = clock or MonotonicClock()
+    started_at = moved_at = now = clock.seconds()
     scheduler.take_missed_reports(worker.recent_reports)
-    while scheduler.has_work() and time.monotonic() < until:
+    while scheduler.has_work() and now < min(started_at + DRAIN_SECONDS, moved_at + _STALL_SECONDS):
         step = scheduler.plan_idle_step()
         worker.start_transfers(step)
         worker.take_results()
         report = worker.take_report()
         if report is not None:
             scheduler.take_report(report)
+            moved_at = clock.seconds()
         else:
             worker.wait()
+        now = clock.seconds()

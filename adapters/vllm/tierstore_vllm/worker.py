@@ -11,6 +11,7 @@ since vLLM keeps its request waiting until then.
 """
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -51,12 +52,16 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-__all__ = ["WorkerHalf"]
+__all__ = ["DRAIN_SECONDS", "WorkerHalf"]
 
 _logger = bounded(logging.getLogger(__name__))
 
-_DRAIN_SECONDS = 30.0
-"""How long sleep and shutdown wait for what was accepted."""
+DRAIN_SECONDS = 22.0
+"""How long sleep and shutdown wait for what was accepted. With what comes after it, the shutdown of
+both halves takes 30 seconds at most, whatever hangs."""
+
+_CLOSE_SECONDS = 3.0
+"""How long a shutdown waits for I/O threads and payload files after that."""
 
 _ABANDON_SECONDS = 2.0
 """How long the engine's step waits, once, for the transfers of an executor that is given up."""
@@ -252,7 +257,7 @@ class WorkerHalf:
         self._guard("suspend", self._finish_copies)
 
     def _finish_copies(self, executor: TransferExecutor) -> None:
-        self._answer(executor.drain(_DRAIN_SECONDS))
+        self._answer(executor.drain(DRAIN_SECONDS))
         copying = [
             job_id
             for job_id, command in self._open_jobs.items()
@@ -263,11 +268,13 @@ class WorkerHalf:
             raise DeviceError(f"{len(copying)} transfers of the KV caches do not end before sleep")
 
     def close(self) -> None:
-        """Finish what was accepted and stop; idempotent."""
+        """Finish what was accepted and stop, within a bounded time; idempotent."""
+        until = time.monotonic() + DRAIN_SECONDS
         before_close, self.before_close = self.before_close, _nothing
         before_close()
-        self._guard("drain", lambda executor: self._answer(executor.drain(_DRAIN_SECONDS)))
-        self._guard("close", lambda executor: executor.close())
+        seconds = max(0.0, until - time.monotonic())
+        self._guard("drain", lambda executor: self._answer(executor.drain(seconds)))
+        self._guard("close", lambda executor: executor.close(_CLOSE_SECONDS))
         if self._watch is not None:
             self._watch.close()
         self._executor = None

@@ -1,0 +1,168 @@
+"""A flush: every tier for itself, so that one that hangs takes no time from the others.
+
+    writing  -> recording -> syncing -> over
+    demotes     catalog      device
+
+A tier may be given up at each step, when it has not moved for long enough.
+"""
+
+from collections.abc import Callable
+from enum import Enum
+from typing import TypeAlias
+
+from tierstore.errors import BackendError
+from tierstore.executor.syncing import PendingSync
+from tierstore.pace import TierWait
+from tierstore.tier.stack import TierStack
+
+__all__ = ["Flush", "Syncer"]
+
+Syncer: TypeAlias = Callable[[int, Callable[[], None]], PendingSync]
+"""`DataPlane.begin_sync`."""
+
+
+class _Step(Enum):
+    WRITING = "writing"
+    RECORDING = "recording"
+    SYNCING = "syncing"
+    OVER = "over"
+
+
+class Flush:
+    """Brings what the tiers have at its beginning to their devices, by as many steps as it takes.
+
+    What is stored later is none of its business, or it would never end while others store.
+    """
+
+    def __init__(self, stack: TierStack, begin_sync: Syncer, waits: list[TierWait]) -> None:
+        """Ask the cascades for what is missing; `waits` are by tier."""
+        self._tiers = [
+            _TierFlush(stack, tier_idx, begin_sync, wait) for tier_idx, wait in enumerate(waits)
+        ]
+
+    def is_over(self, now: float) -> bool:
+        """Go on with every tier as far as possible now; return whether all have come to an end."""
+        are_over = [tier.advance(now) for tier in self._tiers]
+        return all(are_over)
+
+    def raise_complaints(self) -> None:
+        """Say what became of it.
+
+        Raises:
+            BackendError: chunks are missing in a tier, or may not be on its device.
+        """
+        problems = [
+            f"tier {tier.name}: {', '.join(complaints)}"
+            for tier in self._tiers
+            if (complaints := tier.complaints())
+        ]
+        if problems:
+            raise BackendError(
+                f"flush: {'; '.join(problems)}. What was not written is in memory only, and tried "
+                "again by the next flush"
+            )
+
+
+class _TierFlush:
+    """The flush of one tier."""
+
+    def __init__(self, stack: TierStack, tier_idx: int, begin_sync: Syncer, wait: TierWait) -> None:
+        self._stack = stack
+        self._tier_idx = tier_idx
+        self._begin_sync = begin_sync
+        self._wait = wait
+        self._cascade = stack.cascades[tier_idx]
+        self._secondary = stack.secondaries[tier_idx]
+        self._victims = (
+            stack.primary.coldest(len(stack.primary)) if self._cascade.records_victims else []
+        )
+        self._cascade.begin_retry()
+        self._ticket: int | None = None
+        """The last one that is waited for, once all is asked for."""
+        self._step = _Step.WRITING
+        self._sync: PendingSync | None = None
+        self._unsynced_count = 0
+        self._given_up_at: _Step | None = None
+        self._missing_count = 0
+
+    @property
+    def name(self) -> str:
+        """The tier's name."""
+        return self._cascade.name
+
+    def advance(self, now: float) -> bool:
+        """Do what can be done now; return whether the tier has come to its end."""
+        if self._step is _Step.WRITING and self._is_written():
+            self._step = _Step.RECORDING
+        if self._step is _Step.RECORDING and self._secondary.wait(0):
+            # After its end the payload is on the device as well as the catalog that names it.
+            self._unsynced_count = self._wait.pace.unsynced_count
+            self._sync = self._begin_sync(self._tier_idx, self._secondary.sync)
+            self._step = _Step.SYNCING
+        if self._sync is not None and self._sync.is_done:
+            self._end_sync(self._sync)
+        if self._step is not _Step.OVER and self._wait.is_vain(now):
+            self._give_up(now)
+        return self._step is _Step.OVER
+
+    def complaints(self) -> list[str]:
+        """Say which chunks the tier has not, or may lose, and why."""
+        pace = self._wait.pace
+        complaints = self._cascade.complaints()
+        if complaints:
+            causes = [cause for cause in (pace.cause, self._secondary.failure) if cause]
+            complaints += [f"last cause: {cause}" for cause in causes]
+        if self._given_up_at is _Step.WRITING:
+            complaints.append(
+                f"it refuses, or has not moved for {self._wait.stall_seconds:g} s, and "
+                f"{self._missing_count} chunks wait for it"
+            )
+        elif self._given_up_at is _Step.RECORDING:
+            complaints.append(
+                f"its catalog does not answer, and may lack {pace.unsynced_count} chunks"
+            )
+        elif self._given_up_at is _Step.SYNCING:
+            complaints.append(
+                f"no flush within {self._wait.stall_seconds:g} s, and {pace.unsynced_count} chunks "
+                "may not be on its device"
+            )
+        elif self._sync is not None and self._sync.why:
+            complaints.append(
+                f"{pace.unsynced_count} chunks may not be on its device: {self._sync.why}"
+            )
+        return complaints
+
+    def _is_written(self) -> bool:
+        """Return whether nothing that was asked for before this flush is on its way any more."""
+        unrecorded_count = self._ask_for_victims()
+        cascade = self._cascade
+        if cascade.is_retrying or unrecorded_count:
+            self._ticket = None
+            return False
+        if self._ticket is None:
+            self._ticket = cascade.newest_ticket
+        if not cascade.has_work():
+            return True
+        # Others store meanwhile: neither their chunks nor the bytes they evict are waited for.
+        return cascade.newest_ticket > self._ticket and not cascade.has_demotes(self._ticket)
+
+    def _ask_for_victims(self) -> int:
+        """Ask an `on_evict` tier for the chunks in memory; return how many it lacks still."""
+        return self._stack.demote_resident(self._tier_idx, self._victims) if self._victims else 0
+
+    def _end_sync(self, sync: PendingSync) -> None:
+        if not sync.why:
+            self._wait.pace.unsynced_count -= self._unsynced_count
+        self._step = _Step.OVER
+
+    def _give_up(self, now: float) -> None:
+        if self._step is _Step.WRITING:
+            self._wait.pace.stands_still = True
+            self._missing_count = max(self._cascade.held_count(), self._ask_for_victims())
+            if not self._missing_count:
+                # Evicted bytes that cannot be given back are no chunks that are missing.
+                self._step = _Step.RECORDING
+                self._wait = self._wait.rest_of(now)
+                return
+        self._given_up_at = self._step
+        self._step = _Step.OVER
