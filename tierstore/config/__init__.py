@@ -7,6 +7,7 @@ nearest valid name.
 
 from tierstore.config.loader import emit_json_schema, load_config, to_mapping
 from tierstore.config.model import (
+    BreakerConfig,
     Cascade,
     GpuConfig,
     IoConfig,
@@ -18,6 +19,7 @@ from tierstore.config.model import (
 )
 
 __all__ = [
+    "BreakerConfig",
     "Cascade",
     "GpuConfig",
     "IoConfig",

@@ -98,6 +98,12 @@ class FailedDemotes:
         self._refused.clear()
         self._unasked.clear()
 
+    def begin_trial(self, count: int) -> None:
+        """Ask again for up to `count` of them, the oldest first."""
+        for known in (self._refused, self._unasked):
+            for key in list(itertools.islice(known, max(0, count - len(self._retrying)))):
+                self._retrying[key] = known.pop(key)
+
     def retry(self, keys: Iterable[OffloadKey]) -> None:
         """Ask again for chunks that were refused."""
         self._retrying.update((key, self._refused.pop(key)) for key in keys if key in self._refused)

@@ -10,17 +10,13 @@ from tierstore.manifest import Manifest
 from tierstore.metrics import Counters, Metric
 from tierstore.tier.cascade import Cascade
 from tierstore.tier.catalog import Catalog
+from tierstore.tier.health import TierHealth
 from tierstore.tier.primary import PrimaryTier
 from tierstore.tier.residency import ResidencyLog
 from tierstore.tier.secondary import SecondaryTier
 from tierstore.tier.stack import TierStack
 
 __all__ = ["check_tiers", "open_stack"]
-
-_HUNG_SHARE = 4
-"""Each tier's hung reads may hold one part of so many of the pool; then it is not asked for more.
-
-What is running when it begins to hang can go beyond that, by one task of each of its threads."""
 
 
 def open_stack(
@@ -68,6 +64,7 @@ def open_stack(
     # chunk at least, or none would ever be written.
     share_bytes = config.primary.capacity_bytes // (2 * max(1, len(config.secondary)))
     chunk_bytes = max((group.chunk_bytes for group in groups), default=0)
+    clock = clock or MonotonicClock()
     cascades = [
         Cascade(
             tier_idx=tier_idx,
@@ -75,6 +72,7 @@ def open_stack(
             groups=groups,
             primary=primary,
             secondary=secondary,
+            health=TierHealth(secondary, tier.name, tier.io, clock, counters),
             counters=counters,
             queue_bytes_max=max(chunk_bytes, min(tier.io.write_queue_bytes, share_bytes)),
             residency=residency,
@@ -89,8 +87,11 @@ def open_stack(
         secondaries,
         cascades,
         counters,
-        hung_bytes_max=config.primary.capacity_bytes // _HUNG_SHARE,
-        clock=clock or MonotonicClock(),
+        hung_bytes_max=[
+            int(config.primary.capacity_bytes * tier.io.breaker.hung_share)
+            for tier in config.secondary
+        ],
+        clock=clock,
         residency=residency,
     )
 

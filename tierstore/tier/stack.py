@@ -47,13 +47,13 @@ class TierStack:
         cascades: Sequence[Cascade],
         counters: Counters,
         *,
-        hung_bytes_max: int,
+        hung_bytes_max: Sequence[int],
         clock: Clock,
         residency: ResidencyLog | None = None,
     ) -> None:
         """Take over the tiers; `secondaries` and `cascades` are in the order of the config.
 
-        A tier whose hung reads hold more than `hung_bytes_max` of slots is not asked for more.
+        A tier whose hung reads hold more than its `hung_bytes_max` of slots is not asked for more.
         """
         self._groups = groups
         self._primary = primary
@@ -69,8 +69,8 @@ class TierStack:
         # Chunks that were in flight when the tiers were reset: their bytes must not be found.
         self._doomed: set[OffloadKey] = set()
         records = [
-            ReadableRecords(tier, clock, hung_bytes_max, cascade.on_erased)
-            for tier, cascade in zip(secondaries, cascades, strict=True)
+            ReadableRecords(tier, cascade.health, clock, bytes_max, cascade.on_erased)
+            for tier, cascade, bytes_max in zip(secondaries, cascades, hung_bytes_max, strict=True)
         ]
         self._locator = Locator(primary, records, self._doomed)
         self._promotions = Promotions(
@@ -82,6 +82,7 @@ class TierStack:
             doomed=self._doomed,
             counters=counters,
             residency=residency,
+            clock=clock,
         )
 
     def close(self, timeout_seconds: float | None = None) -> None:
@@ -220,7 +221,10 @@ class TierStack:
         if reserved is None:
             self._primary.unpin(pinned)
             return None
-        return LoadReservation.of(self.new_job_id(), wanted, reserved, tuple(pinned))
+        job_id = self.new_job_id()
+        if reserved:
+            self._promotions.begin(job_id, reserved)
+        return LoadReservation.of(job_id, wanted, reserved, tuple(pinned))
 
     def has_room(self, groups: Sequence[tuple[int, Sequence[OffloadKey]]]) -> bool:
         """Return whether `reserve_load` would find room for these chunks now.
@@ -269,7 +273,6 @@ class TierStack:
                 return None
             reserved.append(dataclasses.replace(promote, slots=slots))
         for promote in reserved:
-            self._secondaries[promote.tier_idx].pin(promote.keys)
             # Not before all of them have their slots: it pins victims, for which room was promised.
             self._demote_ahead(promote.group_idx, len(promote.keys))
         return reserved
@@ -366,6 +369,13 @@ class TierStack:
     def has_work(self) -> bool:
         """Return whether demotes, releases or hung reads are waiting for an answer."""
         return self._promotions.has_late() or any(cascade.has_work() for cascade in self._cascades)
+
+    def is_healing(self) -> bool:
+        """Return whether chunks in memory wait for a tier that is out of use.
+
+        Somebody should then ask for `commands` now and then: trials go with them.
+        """
+        return any(cascade.is_healing for cascade in self._cascades)
 
     def reset(self, manifest: Manifest, *, keeps_records: bool = False) -> None:
         """Forget all chunks in all tiers (the weights changed); those to come are `manifest`'s.
