@@ -163,7 +163,7 @@ def test_what_waits_for_a_device_that_hangs_is_written_without_a_call_when_it_is
 ):
     device = Device()
     config = small_store(tmp_path, cascade=cascade)
-    config["secondary"][0]["io"]["deadline"] = "50ms" if ends == "after that" else "60s"
+    config["secondary"][0]["io"]["deadline"] = "50ms" if ends == "after that" else "1s"
     patience = Patience(put_seconds=0.1, close_seconds=1)
     numbers = range(24)
     with opened(config, device, patience) as store:
@@ -174,6 +174,9 @@ def test_what_waits_for_a_device_that_hangs_is_written_without_a_call_when_it_is
         if ends == "after that":
             assert within_seconds(lambda: state(store) == 2)
             assert CHUNKS.found(store, numbers) == list(numbers)
+        else:
+            begun = time.monotonic()
+            assert within_seconds(lambda: time.monotonic() - begun > 2)
         device.heal()
         recorded = store._stack.secondaries[0].locate
         assert within_seconds(lambda: None not in recorded(CHUNKS.keys(numbers)))

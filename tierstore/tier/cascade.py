@@ -240,7 +240,8 @@ class Cascade:
                 self._releases.add(event)
         if self.health.allows_write_trial or (self.health.is_write_failing and not self._demotes):
             self._failures.begin_trial(TRIAL_CHUNKS)
-        elif self._failures and not self._demotes and self.health.is_writable:
+        elif self.health.has_stalled and not self._demotes and self.health.is_writable:
+            self.health.has_stalled = False
             self._failures.retry_unasked()
         self._retry_failed()
         commands += self._releases.commands(new_job_id)
@@ -317,7 +318,7 @@ class Cascade:
         chunk_bytes = self._groups[group_idx].chunk_bytes
         room = max(0, self._queue_bytes_max - self._queued_bytes) // chunk_bytes
         if not self.records_victims and len(keys) > room:
-            # Victims are asked for again until they are recorded; others when the queue is empty.
+            # Victims are asked for again until they are recorded; others by the next flush.
             self._drop(len(keys) - room, "queue_full")
             self._failures.note_unasked(keys[room:], "queue_full")
         keys = tuple(keys[:room])

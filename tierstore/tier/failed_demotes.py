@@ -15,9 +15,8 @@ class FailedDemotes:
     """Remembers chunks whose demote failed, with the reason, and when to ask for them again.
 
     All of them are asked for again at each flush, and when the tier was out of use and is back.
-    Those that found no room in the write queue also are as soon as it is empty, those that a device
-    or a catalog refused when a write succeeds: it may be back. A chunk may fail for ever where
-    others succeed, so the number of writes in between doubles.
+    Those that a device or a catalog refused are also when a write succeeds: it may be back. A chunk
+    may fail for ever where others succeed, so the number of writes in between doubles.
 
     Holds what is resident at most: whoever keeps this tells what left memory.
     """
@@ -25,7 +24,7 @@ class FailedDemotes:
     def __init__(self) -> None:
         self._refused: dict[OffloadKey, str] = {}
         self._unasked: dict[OffloadKey, str] = {}
-        """The write queue was full. Newer chunks have its room, until it is empty."""
+        """The write queue was full. Newer chunks have its room, until somebody flushes."""
         self._retrying: dict[OffloadKey, str] = {}
         """To be asked for again; with what became of them last."""
         self._asked: set[OffloadKey] = set()
@@ -103,7 +102,7 @@ class FailedDemotes:
                 self._retrying[key] = known.pop(key)
 
     def retry_unasked(self) -> None:
-        """Ask for those that found no room in the write queue: it is empty."""
+        """Ask for those that found no room in the write queue: it was full of what hung."""
         self._retrying.update(self._unasked)
         self._unasked.clear()
 

@@ -76,6 +76,9 @@ class TierHealth:
         self._clock = clock
         self._reads = Breaker(config.breaker, clock)
         self._writes = Breaker(config.breaker, clock)
+        self._deadline_seconds = config.deadline_seconds
+        self.has_stalled = False
+        """Writes stood still for a deadline since somebody took note of it and cleared this."""
         self._standstill_seconds = STANDSTILL_DEADLINES * config.deadline_seconds
         self._read_at = clock.seconds()
         """When records were last read well."""
@@ -287,6 +290,7 @@ class TierHealth:
                 self._writes.postpone()  # the trial is gone: a reset, or there was nothing to write
         else:
             self._stood_seconds += elapsed
+            self.has_stalled = self.has_stalled or self._stood_seconds > self._deadline_seconds
             if self._stood_seconds > self._standstill_seconds:
                 self._stood_seconds = 0.0
                 self._stand_still(is_writing=is_writing)
