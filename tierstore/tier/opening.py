@@ -52,10 +52,7 @@ def open_stack(
                     system=open_system(tier),
                 )
             )
-            if secondaries[-1].damage:
-                counters.add(Metric.DISCARDED_CATALOGS, label=tier.name)
-            if secondaries[-1].is_foreign:
-                counters.add(Metric.COLD_STARTS, label=tier.name)
+            _count_opening(secondaries[-1], tier.name, counters)
     except BaseException:
         for secondary in secondaries:
             secondary.close()
@@ -87,10 +84,7 @@ def open_stack(
         secondaries,
         cascades,
         counters,
-        hung_bytes_max=[
-            int(config.primary.capacity_bytes * tier.io.breaker.hung_share)
-            for tier in config.secondary
-        ],
+        hung_bytes_max=_hung_bytes_max(config),
         clock=clock,
         residency=residency,
     )
@@ -108,6 +102,19 @@ def check_tiers(config: StoreConfig, manifest: Manifest, *, rank_count: int) -> 
     _primary(config, manifest.group_specs())
     for tier in config.secondary:
         Catalog.open(tier, manifest, rank_count=rank_count).close()
+
+
+def _count_opening(tier: SecondaryTier, name: str, counters: Counters) -> None:
+    if tier.damage:
+        counters.add(Metric.DISCARDED_CATALOGS, label=name)
+    if tier.is_foreign:
+        counters.add(Metric.COLD_STARTS, label=name)
+
+
+def _hung_bytes_max(config: StoreConfig) -> list[int]:
+    """Return by tier what its reads may hold of the primary tier while they hang."""
+    capacity_bytes = config.primary.capacity_bytes
+    return [int(capacity_bytes * tier.io.breaker.hung_share) for tier in config.secondary]
 
 
 def _primary(config: StoreConfig, groups: Sequence[GroupSpec]) -> PrimaryTier:
