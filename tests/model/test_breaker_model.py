@@ -104,7 +104,7 @@ class BreakerMachine(RuleBasedStateMachine):
         assert self.breaker.state is not BreakerState.OPEN
         self.note(before)
 
-    @rule(seconds=st.sampled_from([0.1, 4.9, 5.0, 10.0, 29.0, 30.0, 100.0]))
+    @rule(seconds=st.sampled_from([0.125, 4.875, 5.0, 10.0, 29.0, 30.0, 100.0]))
     def pass_time(self, seconds):
         before = self.breaker.state
         self.clock.now += seconds
