@@ -57,6 +57,14 @@ class Metric(Enum):
         "Catalogs that were damaged when they were opened and started anew",
     )
 
+    TIER_STATE = (
+        "tier_state",
+        "gauge",
+        "tier",
+        "Whether a tier is in use (0), tried again (1) or out of use (2)",
+    )
+    TIER_TRIPS = ("tier_trips_total", "counter", "tier", "Times a tier was put out of use")
+
     def __init__(self, metric_name: str, kind: Kind, label: str, help_text: str) -> None:
         self.metric_name = metric_name
         self.kind = kind

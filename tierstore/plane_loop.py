@@ -134,6 +134,7 @@ class PlaneLoop:
             self._answers
             or self._loads
             or self._stack.has_work()
+            or self._stack.is_healing()
             or any(secondary.has_messages() for secondary in self._stack.secondaries)
         )
 

@@ -408,9 +408,11 @@ class TierStore:
     def _batch_chunks(self, group_idx: int) -> int:
         spec = self._specs[group_idx]
         # The batches of a get, or one of a put and the write-behind queue, fill half of the tier.
-        share = self._config.primary.capacity_bytes // (
-            2 * BATCHES_IN_FLIGHT * max(1, len(self._config.secondary))
-        )
+        # From a tier that hangs, those of a get take no more than its share before that is known.
+        tier_count = max(1, len(self._config.secondary))
+        hung_shares = [tier.io.breaker.hung_share for tier in self._config.secondary]
+        part = min([1 / (2 * tier_count), *hung_shares])
+        share = int(self._config.primary.capacity_bytes * part) // BATCHES_IN_FLIGHT
         # What a write queue cannot hold of a batch would be dropped.
         queues = (tier.io.write_queue_bytes for tier in self._config.secondary)
         return max(1, min(_BATCH_BYTES, share, *queues) // spec.slot_bytes)

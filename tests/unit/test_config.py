@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.config import (
+    BreakerConfig,
     GpuConfig,
     IntegrityConfig,
     IoConfig,
@@ -154,11 +155,13 @@ def test_the_document_has_a_key_for_every_field() -> None:
     units = {"capacity": "capacity_bytes", "deadline": "deadline_seconds"}
     units |= {"write_queue": "write_queue_bytes", "kernel_below": "kernel_below_bytes"}
     units["pitched_from"] = "pitched_from_bytes"
+    units |= {name: f"{name}_seconds" for name in ("retry_after", "retry_after_max")}
     pairs = {
         "PrimarySection": PrimaryConfig,
         "SecondarySection": SecondaryConfig,
         "IoSection": IoConfig,
         "IntegritySection": IntegrityConfig,
+        "BreakerSection": BreakerConfig,
         "OffloadSection": OffloadConfig,
         "GpuSection": GpuConfig,
     }

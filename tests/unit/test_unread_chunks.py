@@ -6,6 +6,7 @@ import pytest
 from fake_clock import FakeClock
 from opened_stack import ABSENT, ARRIVING, RECORDED, RESIDENT, SLOT_COUNT, Tiers, keys, opened
 
+from tierstore.config import BreakerConfig
 from tierstore.tier.readable import HIDDEN_SECONDS, STALLED_SECONDS
 from tierstore.transfer import FailureReason, TransferDone
 
@@ -138,11 +139,18 @@ def test_a_record_that_is_worthless_is_removed_at_once(tiers, reason):
     assert is_recorded(tiers, 0, 2)
 
 
-def test_a_record_that_was_not_tried_is_offered_again_soon_and_never_removed(tiers, clock):
+def test_a_record_that_was_not_tried_is_offered_again_soon_if_others_come(tiers, clock):
+    answer(tiers, begin(tiers, 1, 2), {0: STALLED})
+    assert tiers.locate(1) == [ABSENT]
+    clock.now += STALLED_SECONDS
+    assert tiers.locate(1) == [RECORDED]
+
+
+def test_a_record_that_was_not_tried_is_never_removed(tiers, clock):
     for _ in range(4):
         answer(tiers, begin(tiers, 1), {0: STALLED})
         assert tiers.locate(1) == [ABSENT]
-        clock.now += STALLED_SECONDS
+        clock.now += BreakerConfig().retry_after_max_seconds
         assert tiers.locate(1) == [RECORDED]
     answer(tiers, begin(tiers, 1))
     assert tiers.locate(1) == [RESIDENT]

@@ -43,4 +43,10 @@ def test_every_metric_is_shown_and_a_gauge_goes_down_again():
     counters.add(Metric.PINNED_BYTES, -7)
     shown.observe(source.take().data)
     assert value_of(Metric.PINNED_BYTES) == 0
+    counters.add(Metric.TIER_STATE, 2, label="y")
+    counters.add(Metric.TIER_STATE, -6, label="x")
+    shown.observe(source.take().data)
+    labels = {"engine": "0", "tier": "y"}
+    assert registry.get_sample_value("vllm:tierstore_tier_state", labels) == 2
+    assert value_of(Metric.TIER_STATE) == 1
     assert source.take() is None

@@ -8,6 +8,7 @@ nearest valid name.
 from tierstore.config.loader import check_config, emit_json_schema, load_config, to_mapping
 from tierstore.config.model import (
     WRITE_QUEUE_BYTES_MAX,
+    BreakerConfig,
     Cascade,
     GpuConfig,
     IntegrityConfig,
@@ -21,6 +22,7 @@ from tierstore.config.model import (
 
 __all__ = [
     "WRITE_QUEUE_BYTES_MAX",
+    "BreakerConfig",
     "Cascade",
     "GpuConfig",
     "IntegrityConfig",

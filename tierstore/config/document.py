@@ -24,6 +24,7 @@ from pydantic_core import ErrorDetails
 
 from tierstore.config.model import (
     WRITE_QUEUE_BYTES_MAX,
+    BreakerConfig,
     GpuConfig,
     IntegrityConfig,
     IoConfig,
@@ -40,6 +41,7 @@ from tierstore.key_file import looks_like_key
 from tierstore.quoting import named, quoted
 
 __all__ = [
+    "BreakerSection",
     "Document",
     "GpuSection",
     "IntegritySection",
@@ -174,6 +176,32 @@ class PrimarySection(_Section):
         )
 
 
+class BreakerSection(_Section):
+    """When a tier that fails is put out of use, and when it is tried again."""
+
+    failures: int = Field(default=5, ge=1, le=1000)
+    """Operations in a row that fail until the tier is put out of use; a hang does so at once."""
+    retry_after: Duration = Field(
+        default=5.0, ge=0.01, le=3600, json_schema_extra={"default": "5s"}
+    )
+    """How long it stays so until a trial; twice as long after each trial that fails."""
+    retry_after_max: Duration = Field(
+        default=60.0, ge=0.01, le=3600, json_schema_extra={"default": "60s"}
+    )
+    """The longest such pause."""
+    hung_share: float = Field(default=0.25, gt=0, le=1)
+    """The share of `primary.capacity` that reads of this tier may hold while they hang."""
+
+    def build(self) -> BreakerConfig:
+        """Return the section as the rest of tierstore sees it."""
+        return BreakerConfig(
+            failures=self.failures,
+            retry_after_seconds=self.retry_after,
+            retry_after_max_seconds=self.retry_after_max,
+            hung_share=self.hung_share,
+        )
+
+
 class IoSection(_Section):
     """How one secondary tier talks to its device."""
 
@@ -189,6 +217,7 @@ class IoSection(_Section):
     """Write-behind limit: what would wait beyond it is dropped and counted."""
     durable: bool = False
     """Also flush payload to the device before a record becomes visible."""
+    breaker: BreakerSection = Field(default=BreakerSection(), json_schema_extra={"default": {}})
 
     def build(self) -> IoConfig:
         """Return the section as the rest of tierstore sees it."""
@@ -198,6 +227,7 @@ class IoSection(_Section):
             deadline_seconds=self.deadline,
             write_queue_bytes=self.write_queue,
             durable=self.durable,
+            breaker=self.breaker.build(),
         )
 
 
@@ -372,6 +402,7 @@ _SECTIONS: dict[str, type[BaseModel]] = {
     "secondary": SecondarySection,
     "io": IoSection,
     "integrity": IntegritySection,
+    "breaker": BreakerSection,
     "offload": OffloadSection,
     "gpu": GpuSection,
 }

@@ -147,6 +147,13 @@ def _impossible_keys(document: "Document") -> Iterator[str]:
                 f"secondary[{tier_idx}].io.mode: the lmdb backend has no I/O modes; "
                 "remove the key or set backend: file"
             )
+        breaker = tier.io.breaker
+        if breaker.retry_after_max < breaker.retry_after:
+            yield (
+                f"secondary[{tier_idx}].io.breaker.retry_after_max: "
+                f"{breaker.retry_after_max:g} s is shorter than retry_after "
+                f"({breaker.retry_after:g} s); give at least that"
+            )
 
 
 def _impossible_tiers(tiers: Sequence[SecondaryConfig]) -> Iterator[str]:

@@ -6,6 +6,7 @@ from typing import Literal
 
 __all__ = [
     "WRITE_QUEUE_BYTES_MAX",
+    "BreakerConfig",
     "Cascade",
     "GpuConfig",
     "IntegrityConfig",
@@ -41,6 +42,19 @@ class PrimaryConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BreakerConfig:
+    """When a tier that fails is put out of use, and when it is tried again."""
+
+    failures: int = 5
+    """Operations in a row that fail until then; a hang is enough alone."""
+    retry_after_seconds: float = 5.0
+    """The first pause; it doubles with each trial that fails."""
+    retry_after_max_seconds: float = 60.0
+    hung_share: float = 0.25
+    """The share of the primary tier that reads of the tier may hold while they hang."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class IoConfig:
     """How one secondary tier talks to its device."""
 
@@ -53,6 +67,7 @@ class IoConfig:
     """Write-behind limit: demotes beyond it are dropped and counted."""
     durable: bool = False
     """Also flush payload to the device before a record becomes visible."""
+    breaker: BreakerConfig = field(default_factory=BreakerConfig)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

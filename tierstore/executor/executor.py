@@ -141,7 +141,14 @@ class TransferExecutor:
                 undo.callback(engine.close)
                 engine.register(caches, manifest.blocks_per_chunk, pool.address, pool.size_bytes)
             for tier in config.secondary:
-                opened = TierIo(tier, manifest, open_backend, rank=rank, rank_count=rank_count)
+                opened = TierIo(
+                    tier,
+                    manifest,
+                    open_backend,
+                    rank=rank,
+                    rank_count=rank_count,
+                    pool_bytes=pool.size_bytes,
+                )
                 undo.callback(opened.backend.close)
                 undo.callback(opened.pool.close, _CLOSE_SECONDS)
                 tiers.append(opened)
@@ -296,7 +303,8 @@ class TransferExecutor:
         """Queue the reads of a promote; its keys have the indices from `first` in the job."""
         tier = self._tiers[promote.tier_idx]
         chunk_bytes = self._chunk_bytes[promote.group_idx]
-        spans = split_spans(promote, first, chunk_bytes, tier.config.io.threads)
+        threads = tier.config.io.threads
+        spans = split_spans(promote, first, chunk_bytes, threads, tier.held_bytes_max)
         with self._lock:
             now = self._clock.seconds()
             if tier.progress.is_stalled(now):
@@ -309,8 +317,10 @@ class TransferExecutor:
             for span in spans:
                 job.reads[span.indices.start] = SpanRead(span.indices, tier.progress, now)
             self._accept(job, tier, len(spans))
-        for span in spans:
-            tier.pool.submit_read(partial(self._read, job, tier, span, index))
+            for span in spans:
+                task = partial(self._read, job, tier, span, index)
+                if tier.gate.admit(task, self._held_bytes(span)):
+                    tier.pool.submit_read(task)
 
     def _start_demote(self, job: Job, demote: Demote) -> None:
         tier = self._tiers[demote.tier_idx]
@@ -386,6 +396,16 @@ class TransferExecutor:
                 self._send_on(job, index.parts_of(span.slots_without(failed)), self._engine)
         finally:
             self._end_task(job, tier, span, failed)
+            with self._lock:
+                self._leave_gate(tier, span)
+
+    def _held_bytes(self, span: RecordSpan) -> int:
+        return span.record_count * self._slot_bytes[span.command.group_idx]
+
+    def _leave_gate(self, tier: TierIo, span: RecordSpan) -> None:
+        """Let the next reads begin; the lock is held."""
+        for task in tier.gate.end(self._held_bytes(span)):
+            tier.pool.submit_read(task)
 
     def _begin_read(self, job: Job, tier: TierIo, span: RecordSpan) -> bool:
         """Note that a read has its turn; False: it was given up, its slots are somebody else's."""
@@ -394,6 +414,7 @@ class TransferExecutor:
             read = job.reads.get(span.indices.start)
             if read is None:
                 tier.progress.end(now)
+                self._leave_gate(tier, span)
                 return False
             tier.progress.begin(now)
             read.began_at = now

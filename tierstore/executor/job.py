@@ -213,16 +213,21 @@ def split_batches(
 
 
 def split_spans(
-    command: Promote | Demote, first: int, chunk_bytes: int, thread_count: int
+    command: Promote | Demote,
+    first: int,
+    chunk_bytes: int,
+    thread_count: int,
+    read_bytes_max: int = _BATCH_BYTES_MAX,
 ) -> list[RecordSpan]:
     """Split a command, whose first chunk has index `first` in its job, by `split_batches`.
 
-    A read is cut within an extent too, at the cost of its header page: how long one read takes is
-    what tells a slow device from one that hangs, so that none may be much longer than others.
+    A read has at most `read_bytes_max`, or one chunk. It is cut within an extent too, at the cost
+    of its header page: how long one read takes is what tells a slow device from one that hangs, so
+    that none may be much longer than others.
     """
     batches = split_batches(command.places, chunk_bytes, thread_count)
     if isinstance(command, Promote):
-        count_max = max(1, _BATCH_BYTES_MAX // chunk_bytes)
+        count_max = max(1, min(_BATCH_BYTES_MAX, read_bytes_max) // chunk_bytes)
         batches = [
             (cut, min(cut + count_max, stop))
             for start, stop in batches

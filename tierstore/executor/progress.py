@@ -1,17 +1,79 @@
 """Whether the reads of a load, and the tiers they wait for, still move. No lock, no clock."""
 
 import math
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["SpanRead", "TierProgress"]
+__all__ = ["ReadGate", "SpanRead", "TierProgress"]
+
+Task = Callable[[], object]
+
+
+_THREADS_MIN = 4
+"""Of so many threads or more, one is never taken by reads."""
+
+
+class ReadGate:
+    """Bounds what reads of one tier hold after they were begun: slots and threads. No lock.
+
+    The thread that is left writes: a trial tells whether a tier is back, even if reads hang in all
+    others for ever.
+
+    A read that was begun and hangs keeps its slots, since the kernel may still write to them. One
+    that was not begun does not, so what waits here can be given up at once.
+    """
+
+    def __init__(self, held_bytes_max: int, thread_count: int) -> None:
+        """A single read may hold more than `held_bytes_max`, alone."""
+        self._held_bytes_max = held_bytes_max
+        self._held_bytes = 0
+        self._read_count_max = thread_count - (thread_count >= _THREADS_MIN)
+        self._read_count = 0
+        self._waiting: deque[tuple[Task, int]] = deque()
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether a read waits until others have ended."""
+        return bool(self._waiting)
+
+    def admit(self, task: Task, slot_bytes: int) -> bool:
+        """Return whether a read may be queued for a thread; if not, `end` returns it later."""
+        if self._waiting or not self._fits(slot_bytes):
+            self._waiting.append((task, slot_bytes))
+            return False
+        self._hold(slot_bytes)
+        return True
+
+    def end(self, slot_bytes: int) -> list[Task]:
+        """Take note that a read has ended; return those that may be queued now."""
+        self._held_bytes -= slot_bytes
+        self._read_count -= 1
+        admitted: list[Task] = []
+        while self._waiting and self._fits(self._waiting[0][1]):
+            task, waiting_bytes = self._waiting.popleft()
+            self._hold(waiting_bytes)
+            admitted.append(task)
+        return admitted
+
+    def _hold(self, slot_bytes: int) -> None:
+        self._held_bytes += slot_bytes
+        self._read_count += 1
+
+    def _fits(self, slot_bytes: int) -> bool:
+        if not self._read_count:
+            return True
+        is_thread_free = self._read_count < self._read_count_max
+        return is_thread_free and self._held_bytes + slot_bytes <= self._held_bytes_max
 
 
 class TierProgress:
     """When the tasks of one tier began and ended. The caller's lock guards it."""
 
-    def __init__(self, thread_count: int, deadline_seconds: float) -> None:
-        """`thread_count` is how many tasks run side by side."""
+    def __init__(self, thread_count: int, deadline_seconds: float, gate: ReadGate) -> None:
+        """`thread_count` is how many tasks run side by side, unless `gate` holds reads back."""
         self._thread_count = thread_count
+        self._gate = gate
         self.deadline_seconds = deadline_seconds
         self._task_count = 0
         self._moved_at = -math.inf
@@ -19,7 +81,7 @@ class TierProgress:
 
     def accept(self, now: float) -> None:
         """Note that a task is queued."""
-        if self._task_count < self._thread_count:
+        if not self._is_busy():
             self._moved_at = now
         self._task_count += 1
 
@@ -33,15 +95,19 @@ class TierProgress:
         self._task_count -= 1
 
     def is_stalled(self, now: float) -> bool:
-        """Return whether all threads are busy and none has got on for the length of the deadline.
+        """Return whether no read could begin, and no task has got on for the deadline.
 
         What is queued now would wait for a device that may never answer.
         """
-        return self._task_count >= self._thread_count and self.has_stood_still(self._moved_at, now)
+        return self._is_busy() and self.has_stood_still(self._moved_at, now)
 
     def has_stood_still(self, since: float, now: float) -> bool:
         """Return whether no task began or ended for the deadline, looked at from `since` on."""
         return now - max(since, self._moved_at) > self.deadline_seconds
+
+    def _is_busy(self) -> bool:
+        """Return whether a read that is queued now has to wait for another task."""
+        return self._task_count >= self._thread_count or self._gate.has_waiting
 
 
 @dataclass(slots=True, eq=False)

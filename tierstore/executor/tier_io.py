@@ -8,7 +8,7 @@ from tierstore.backend.late import LateBackend
 from tierstore.backend.opening import BackendOpener
 from tierstore.config import SecondaryConfig
 from tierstore.errors import ConfigError, MissingExtraError
-from tierstore.executor.progress import TierProgress
+from tierstore.executor.progress import ReadGate, TierProgress
 from tierstore.io_pool import IoPool
 from tierstore.manifest import Manifest
 from tierstore.record import parse_places
@@ -36,8 +36,9 @@ class TierIo:
         *,
         rank: int,
         rank_count: int,
+        pool_bytes: int,
     ) -> None:
-        """Start the threads and open the backend in one of them.
+        """Start the threads and open the backend in one of them; slots are in `pool_bytes`.
 
         Its device is waited for a bounded time.
 
@@ -52,8 +53,11 @@ class TierIo:
         )
         self.backend: Backend = late
         self.owners = OwnerLocks(config.path)
-        self.progress = TierProgress(config.io.threads, config.io.deadline_seconds)
-        """Guarded by the executor's lock."""
+        self.held_bytes_max = int(pool_bytes * config.io.breaker.hung_share)
+        """What reads may hold of the pool while they hang."""
+        self.gate = ReadGate(self.held_bytes_max, config.io.threads)
+        self.progress = TierProgress(config.io.threads, config.io.deadline_seconds, self.gate)
+        """Guarded by the executor's lock, as is the gate."""
         self.pool = IoPool(config.io.threads, f"tierstore-{config.name}")
         self.pool.open()
         first = _FirstOpening(late)

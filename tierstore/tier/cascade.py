@@ -8,11 +8,10 @@
 Pins keep the slots' bytes in place meanwhile; the write queue's limit bounds pins and memory.
 """
 
-import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 
@@ -20,17 +19,18 @@ from tierstore.config import SecondaryConfig
 from tierstore.key import OffloadKey, get_offload_group_idx
 from tierstore.layout import GroupSpec
 from tierstore.metrics import Counters, Metric
-from tierstore.tier.catalog_messages import Committed, Freed, Placed, Refused
+from tierstore.tier.catalog_messages import Committed, Placed, Refused
+from tierstore.tier.crowding import Crowding
+from tierstore.tier.demotes import Demotes, WaitingDemote, WritingDemote
 from tierstore.tier.failed_demotes import FailedDemotes
+from tierstore.tier.health import TRIAL_CHUNKS, TierHealth
 from tierstore.tier.primary import PrimaryTier
+from tierstore.tier.releases import Releases
 from tierstore.tier.residency import ResidencyLog
 from tierstore.tier.secondary import SecondaryTier
-from tierstore.transfer import Command, Demote, FailureReason, JobId, Release, TransferDone
+from tierstore.transfer import Command, Demote, FailureReason, JobId, TransferDone
 
 __all__ = ["Cascade"]
-
-_RETRY_CALLS_MAX = 1 << 8
-"""A release that keeps failing is tried again after at most so many calls of `commands`."""
 
 _TICKET_BYTES = 8 << 20
 _TICKET_KEYS_MAX = 512
@@ -39,31 +39,6 @@ for the catalog to place the last, and what one transaction of it changes is bou
 
 _ONCE_SEEN_MAX = 1 << 16
 """Chunks that left the primary tier after one use and are remembered for `second_touch`."""
-
-
-_CROWDED_ROUNDS_MAX = 8
-"""A tier without room in one piece evicts this often for what it could not write, each time twice
-as much; then the chunks wait for the next flush."""
-
-_CROWDED_CALLS_MAX = 256
-"""Calls of `commands` after which what was evicted for them is waited for no longer."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """Keys of one group that wait for their places."""
-
-    group_idx: int
-    keys: tuple[OffloadKey, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Writing:
-    """A demote on its way, by its catalog ticket."""
-
-    ticket: int
-    group_idx: int
-    keys: tuple[OffloadKey, ...]
 
 
 class Cascade:
@@ -77,6 +52,7 @@ class Cascade:
         groups: Sequence[GroupSpec],
         primary: PrimaryTier,
         secondary: SecondaryTier,
+        health: TierHealth,
         counters: Counters,
         queue_bytes_max: int,
         residency: ResidencyLog | None = None,
@@ -91,28 +67,25 @@ class Cascade:
         self._groups = groups
         self._primary = primary
         self._secondary = secondary
+        self.health = health
+        """What is known of the tier's device."""
+        self._return_count = 0
+        """Of the tier, as far as chunks that failed were asked for again."""
         self._counters = counters
         self._queue_bytes_max = queue_bytes_max
         self._newest_ticket = 0
-        self._waiting: dict[int, _Waiting] = {}
-        self._writing: dict[JobId, _Writing] = {}
-        self._committing: dict[int, _Writing] = {}
-        self._releasing: dict[JobId, Freed] = {}
-        self._unreleased: list[Freed] = []
-        self._release_failures = 0
-        self._calls_until_retry = 0
+        self._demotes = Demotes()
+        self._trial_ticket = 0
+        """The first of the last trial: what began before says nothing of the tier now."""
+        self._releases = Releases(tier_idx, secondary, health)
         self._queued_bytes = 0
-        self._cancelled_tickets: set[int] = set()
-        self._cancelled_jobs: dict[JobId, _Writing] = {}
         # Resident chunks that need no demote: recorded, refused, or being written. Not kept for
         # write_through, whose chunks are asked for once, when they become resident.
         self._settled: set[OffloadKey] = set()
         self._in_flight: set[OffloadKey] = set()
         self._once_seen: OrderedDict[OffloadKey, None] = OrderedDict()
         self._failures = FailedDemotes()
-        self._crowded_rounds = 0
-        self._crowded_calls = 0
-        """0: nothing waits for room in one piece."""
+        self._crowding = Crowding(secondary)
 
     @property
     def name(self) -> str:
@@ -123,11 +96,6 @@ class Cascade:
     def records_victims(self) -> bool:
         """Whether chunks go down when they are about to leave the primary tier."""
         return self._config.cascade == "on_evict"
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether calls wait for this tier while it moves."""
-        return True
 
     @property
     def is_retrying(self) -> bool:
@@ -189,41 +157,66 @@ class Cascade:
             self._residency.erased(self._config.name, keys)
 
     def record_victims(self, coldest: Sequence[OffloadKey]) -> int:
-        """Demote those of the next victims that need it; return how many would be lost now."""
+        """Demote those of the next victims that need it; return how many would be lost now.
+
+        None, if the tier is out of use: losing them is better than waiting for it.
+        """
         if not self.records_victims:
             return 0
         self._request_unsettled(coldest)
+        if not self.is_awaited:
+            return 0
         return sum(key not in self._settled or key in self._in_flight for key in coldest)
 
     def room_bytes(self) -> int:
         """Return how much more may be queued before demotes are dropped."""
-        if self._config.cascade != "write_through":
+        if self._config.cascade != "write_through" or not self.is_awaited:
             return 1 << 62
         return self._queue_bytes_max - self._queued_bytes
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether to wait until the tier has taken chunks: not while it is out of use."""
+        return self.health.is_writable
+
+    @property
+    def is_healing(self) -> bool:
+        """Whether something waits until the tier is in use again, or is tried again."""
+        is_sound = self.health.is_writable and not self.health.is_write_doubted
+        return not is_sound and bool(self._failures or self._releases.is_due)
+
     def begin_retry(self) -> None:
-        """Ask again, as room comes (`commands`), for chunks in memory whose demote failed."""
+        """Ask again, as room comes (`commands`), for chunks in memory whose demote failed.
+
+        A tier that is out of use is tried at once.
+        """
+        self.health.retry_now()
         self._failures.begin_retry()
-        self._crowded_rounds = 0
+        self._crowding.end()
 
     def complaints(self) -> list[str]:
         """Say how many chunks in memory are not in this tier although its rule wants them, why."""
         failed = self._failures.keys()
         slots = self._primary.locate(failed)
         self._failures.drop([k for k, slot in zip(failed, slots, strict=True) if slot is None])
-        return [
+        counts = self._failures.count_by_reason()
+        if not self.health.is_writable:
+            held = {key for demote in self._demotes.held() for key in demote.keys}
+            held.difference_update(failed)
+            counts[self.health.write_cause.value] += len(held)
+        complaints = [
             f"{count} chunks could not be written ({reason})"
-            for reason, count in sorted(self._failures.count_by_reason().items())
+            for reason, count in sorted(counts.items())
+            if count
         ]
+        if complaints and not self.health.is_writable:
+            why = "has not moved" if self.health.is_standing_still else "refuses writes"
+            complaints.append(f"it {why}, and is out of use")
+        return complaints
 
     def held_count(self) -> int:
         """Return how many chunks are pinned by demotes on their way. O(tickets)."""
-        held: tuple[_Waiting | _Writing, ...] = (
-            *self._waiting.values(),
-            *self._writing.values(),
-            *self._committing.values(),
-        )
-        return sum(len(demote.keys) for demote in held)
+        return sum(len(demote.keys) for demote in self._demotes.held())
 
     def count_promoted(self, chunk_count: int, chunk_bytes: int) -> None:
         """Count chunks that were read from this tier."""
@@ -235,6 +228,10 @@ class Cascade:
     def commands(self, new_job_id: Callable[[], JobId]) -> list[Command]:
         """Turn the catalog's answers into commands for the data plane."""
         commands: list[Command] = []
+        if self._is_back():
+            self._return_count = self.health.write_return_count
+            self._failures.begin_retry()
+            self._crowding.end()
         for event in self._secondary.poll():
             if isinstance(event, Placed):
                 demote = self._start_write(event, new_job_id())
@@ -249,54 +246,54 @@ class Cascade:
                     Metric.EVICTED_CHUNKS, len(event.evicted), label=self._config.name
                 )
                 self.on_erased(event.evicted)
-                commands.append(self._start_release(event, new_job_id()))
+                self._releases.add(event)
+        if self.health.allows_write_trial or (self.health.is_write_failing and not self._demotes):
+            self._failures.begin_trial(TRIAL_CHUNKS)
+        elif self.health.has_stalled and not self._demotes and self.health.is_writable:
+            self.health.has_stalled = False
+            self._failures.retry_unasked()
         self._retry_failed()
-        if self._unreleased:
-            self._calls_until_retry -= 1
-            if self._calls_until_retry <= 0:
-                commands += [self._start_release(freed, new_job_id()) for freed in self._unreleased]
-                self._unreleased.clear()
+        commands += self._releases.commands(new_job_id)
+        self.health.look(
+            is_writing=self._demotes.is_writing or self._releases.is_under_way,
+            is_waiting=self._demotes.is_waiting,
+        )
         return commands
 
     def complete(self, done: TransferDone) -> bool:
         """Take the data plane's answer; False: the job is not of this tier."""
-        writing = self._writing.pop(done.job_id, None)
+        writing = self._demotes.writing.pop(done.job_id, None)
         if writing is not None:
             self._finish_write(writing, done)
             return True
-        cancelled = self._cancelled_jobs.pop(done.job_id, None)
+        cancelled = self._demotes.cancelled_jobs.pop(done.job_id, None)
         if cancelled is not None:
+            self.health.note_moved()
             self._secondary.commit(cancelled.ticket, range(len(cancelled.keys)))
             return True
-        freed = self._releasing.pop(done.job_id, None)
-        if freed is None:
+        if not self._releases.complete(done):
             return False
         if done.ok:
-            self._secondary.released(freed.release_id)
-            self._release_failures = 0
+            self.health.note_released()
         else:
-            # Tried again until it works: the bytes stay charged until they really are gone.
-            self._unreleased.append(freed)
-            self._release_failures += 1
-            self._calls_until_retry = min(1 << self._release_failures, _RETRY_CALLS_MAX)
+            self.health.note_unreleased()
         return True
 
     def has_work(self) -> bool:
-        """Say whether demotes or releases are on their way."""
-        return bool(
-            self._waiting
-            or self._writing
-            or self._committing
-            or self._releasing
-            or self._cancelled_tickets
-            or self._cancelled_jobs
-            or self._failures.is_retrying
-        )
+        """Return whether demotes or releases are on their way.
+
+        What a tier that is out of use has not done is no work: nothing can be done for it now.
+        """
+        if not self.health.may_write_soon:
+            # A device that refuses answers all the same.
+            return self._demotes.is_writing and not self.health.is_standing_still
+        if self._failures and (self._is_back() or not self.health.is_writable):
+            return True  # a trial comes, or is under way, or has just succeeded
+        return bool(self._demotes or self._releases.is_under_way or self._failures.is_retrying)
 
     def has_demotes(self, ticket_max: int) -> bool:
         """Return whether demotes up to a ticket are on their way. O(tickets)."""
-        writing = (demote.ticket for demote in self._writing.values())
-        return min((*self._waiting, *writing, *self._committing), default=math.inf) <= ticket_max
+        return self._demotes.oldest_ticket() <= ticket_max
 
     def cancel(self) -> None:
         """Give up all demotes: their chunks are not to be found (reset).
@@ -304,15 +301,8 @@ class Cascade:
         A demote that is being written goes on reading its slots, which may be given to others
         meanwhile; that is safe, because its records are never published.
         """
-        for waiting in self._waiting.values():
-            self._finish_keys(waiting.group_idx, waiting.keys)
-        for writing in (*self._writing.values(), *self._committing.values()):
-            self._finish_keys(writing.group_idx, writing.keys)
-        self._cancelled_tickets.update(self._waiting)
-        self._cancelled_jobs.update(self._writing)
-        self._waiting.clear()
-        self._writing.clear()
-        self._committing.clear()
+        for demote in self._demotes.cancel():
+            self._finish_keys(demote.group_idx, demote.keys)
         self._settled.clear()
         self._once_seen.clear()
         self._failures.clear()
@@ -344,6 +334,10 @@ class Cascade:
             self._request(group_idx, group_keys)
 
     def _request(self, group_idx: int, keys: Sequence[OffloadKey]) -> None:
+        limit = self.health.write_count_max()
+        if limit < len(keys):
+            self._park(keys[limit:])
+            keys = keys[:limit]
         chunk_bytes = self._groups[group_idx].chunk_bytes
         room = max(0, self._queue_bytes_max - self._queued_bytes) // chunk_bytes
         if not self.records_victims and len(keys) > room:
@@ -353,6 +347,8 @@ class Cascade:
         keys = tuple(keys[:room])
         if not keys:
             return
+        if self.health.begin_write_trial():
+            self._trial_ticket = self._newest_ticket + 1
         self._failures.drop(keys)
         self._primary.pin(keys)
         self._queued_bytes += len(keys) * chunk_bytes
@@ -364,23 +360,39 @@ class Cascade:
         for stop in range(len(keys), 0, -per_ticket):
             ticket = self._newest_ticket = self._newest_ticket + 1
             part = keys[max(0, stop - per_ticket) : stop]
-            self._waiting[ticket] = _Waiting(group_idx, part)
+            self._demotes.waiting[ticket] = WaitingDemote(group_idx, part)
             self._secondary.request_places(ticket, part, chunk_bytes)
 
+    def _is_back(self) -> bool:
+        """Return whether the tier is in use again and what failed was not asked for since."""
+        is_news = self._return_count != self.health.write_return_count
+        return is_news and self.health.is_writable
+
+    def _park(self, keys: Sequence[OffloadKey]) -> None:
+        """Remember chunks for a tier that is out of use, until it is in use again."""
+        self._failures.drop(keys)
+        self._note_refused(keys, self.health.write_cause)
+        if self._config.cascade != "write_through":
+            self._settled.update(keys)
+
     def _refuse(self, refused: Refused) -> None:
-        if refused.ticket in self._cancelled_tickets:
-            self._cancelled_tickets.remove(refused.ticket)
+        if refused.ticket in self._demotes.cancelled_tickets:
+            self._demotes.cancelled_tickets.remove(refused.ticket)
             return
-        waiting = self._waiting.pop(refused.ticket)
+        waiting = self._demotes.waiting.pop(refused.ticket)
         self._finish_keys(waiting.group_idx, waiting.keys)
         self._note_refused(waiting.keys, refused.reason)
+        # `FULL` says that the tier's capacity is too small for what lives in it now.
+        is_failing = refused.reason is not FailureReason.FULL
+        reason = refused.reason if is_failing else FailureReason.CLOSED
+        self.health.note_refused(reason, is_trial=refused.ticket >= self._trial_ticket)
 
     def _start_write(self, placed: Placed, job_id: JobId) -> Demote | None:
-        if placed.ticket in self._cancelled_tickets:
-            self._cancelled_tickets.remove(placed.ticket)
+        if placed.ticket in self._demotes.cancelled_tickets:
+            self._demotes.cancelled_tickets.remove(placed.ticket)
             self._secondary.commit(placed.ticket, range(len(placed.keys)))
             return None
-        waiting = self._waiting.pop(placed.ticket)
+        waiting = self._demotes.waiting.pop(placed.ticket)
         if len(placed.keys) < len(waiting.keys):
             chosen = set(placed.keys)
             recorded = tuple(key for key in waiting.keys if key not in chosen)
@@ -390,7 +402,7 @@ class Cascade:
             return None
         slots = self._primary.locate(placed.keys)
         assert None not in slots, f"pinned chunks left the primary tier: {slots.count(None)}"
-        self._writing[job_id] = _Writing(placed.ticket, waiting.group_idx, placed.keys)
+        self._demotes.writing[job_id] = WritingDemote(placed.ticket, waiting.group_idx, placed.keys)
         return Demote(
             job_id=job_id,
             tier_idx=self._tier_idx,
@@ -401,11 +413,13 @@ class Cascade:
             owner=self._secondary.owner,
         )
 
-    def _finish_write(self, writing: _Writing, done: TransferDone) -> None:
+    def _finish_write(self, writing: WritingDemote, done: TransferDone) -> None:
         # Pinned until the records can be located, so that no moment finds a chunk nowhere.
-        self._committing[writing.ticket] = writing
+        keys = tuple(key for i, key in enumerate(writing.keys) if i not in done.failed)
+        self._demotes.committing[writing.ticket] = replace(writing, written=keys)
         self._secondary.commit(writing.ticket, tuple(done.failed))
-        written = len(writing.keys) - len(done.failed)
+        written = len(keys)
+        self.health.note_moved()
         name = self._config.name
         self._counters.add(Metric.DEMOTED_CHUNKS, written, label=name)
         self._counters.add(
@@ -417,45 +431,32 @@ class Cascade:
             self._note_refused([writing.keys[index]], reason)
         crowded = [i for i, reason in done.failed.items() if reason is FailureReason.CROWDED]
         if written:
-            self._crowded_rounds = 0
+            self._crowding.end()
+        else:  # what was written counts once it is published
+            is_trial = writing.ticket >= self._trial_ticket
+            self.health.note_refused(_worst(done.failed.values()), is_trial=is_trial)
         if crowded:
-            self._make_way(writing.group_idx, [writing.keys[i] for i in crowded])
+            chunk_bytes = self._groups[writing.group_idx].chunk_bytes
+            if self._crowding.make_way(len(crowded), chunk_bytes):
+                self._failures.retry([writing.keys[i] for i in crowded])
         elif not done.failed:
             self._failures.on_written()
 
-    def _make_way(self, group_idx: int, keys: Sequence[OffloadKey]) -> None:
-        """Evict for chunks for which there was no room in one piece, and ask again afterwards."""
-        if self._crowded_rounds == _CROWDED_ROUNDS_MAX:
-            return
-        self._crowded_rounds += 1
-        self._crowded_calls = 1
-        chunk_count = len(keys) << self._crowded_rounds
-        self._secondary.make_way(chunk_count, self._groups[group_idx].chunk_bytes)
-        self._failures.retry(keys)
-
-    def _is_making_way(self) -> bool:
-        """Return whether bytes evicted for a crowded tier are still being given back."""
-        if not self._crowded_calls:
-            return False
-        self._crowded_calls += 1
-        is_over = self._secondary.is_settled() and not self._releasing
-        if is_over or self._crowded_calls > _CROWDED_CALLS_MAX:
-            self._crowded_calls = 0
-        return self._crowded_calls > 0
-
     def _finish_commit(self, committed: Committed) -> None:
-        writing = self._committing.pop(committed.ticket, None)
+        writing = self._demotes.committing.pop(committed.ticket, None)
         if writing is None:  # it was cancelled
             return
-        written: Sequence[OffloadKey] = writing.keys
-        if self._failures:
-            written = [key for key in written if key not in self._failures]
+        written = writing.written
         if committed.reason is None:
             self._secondary.on_recorded(written)
             self._failures.on_recorded(written)
             self._tell_of_recorded(written)
+            if written:
+                self.health.note_written()
         else:
             self._note_refused(written, committed.reason)
+            is_trial = writing.ticket >= self._trial_ticket
+            self.health.note_refused(committed.reason, is_trial=is_trial)
         self._finish_keys(writing.group_idx, writing.keys)
 
     def _tell_of_recorded(self, keys: Sequence[OffloadKey]) -> None:
@@ -471,7 +472,9 @@ class Cascade:
 
     def _retry_failed(self) -> None:
         """Ask again for chunks in memory whose demote failed, as far as the queue has room."""
-        if not self._failures.is_retrying or self._is_making_way():
+        if not self._failures.is_retrying:
+            return
+        if self._crowding.is_making_way(is_releasing=self._releases.is_under_way):
             return
         chunk_bytes_max = max(group.chunk_bytes for group in self._groups)
         keys = self._failures.take((self._queue_bytes_max - self._queued_bytes) // chunk_bytes_max)
@@ -484,14 +487,13 @@ class Cascade:
             self._in_flight.difference_update(keys)
         self._queued_bytes -= len(keys) * self._groups[group_idx].chunk_bytes
 
-    def _start_release(self, freed: Freed, job_id: JobId) -> Release:
-        self._releasing[job_id] = freed
-        return Release(
-            job_id=job_id,
-            tier_idx=self._tier_idx,
-            runs=freed.runs,
-            empty_segments=freed.empty_segments,
-        )
-
     def _drop(self, count: int, reason: str) -> None:
         self._counters.add(Metric.DROPPED_DEMOTES, count, label=reason)
+
+
+def _worst(reasons: Collection[FailureReason]) -> FailureReason:
+    """Return the reason that says most of the device."""
+    for reason in (FailureReason.IO_ERROR, FailureReason.FULL):
+        if reason in reasons:
+            return reason
+    return next(iter(reasons))

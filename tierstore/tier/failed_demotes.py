@@ -14,9 +14,9 @@ _WRITES_UNTIL_RETRY_MAX = 1 << 8
 class FailedDemotes:
     """Remembers chunks whose demote failed, with the reason, and when to ask for them again.
 
-    All of them are asked for again at each flush. Those that a device or a catalog refused are
-    also when a write succeeds: it may be back. A chunk may fail for ever where others succeed, so
-    the number of writes in between doubles.
+    All of them are asked for again at each flush, and when the tier was out of use and is back.
+    Those that a device or a catalog refused are also when a write succeeds: it may be back. A chunk
+    may fail for ever where others succeed, so the number of writes in between doubles.
 
     Holds what is resident at most: whoever keeps this tells what left memory.
     """
@@ -34,9 +34,6 @@ class FailedDemotes:
 
     def __bool__(self) -> bool:
         return bool(self._refused or self._unasked or self._retrying)
-
-    def __contains__(self, key: OffloadKey) -> bool:
-        return key in self._refused or key in self._unasked or key in self._retrying
 
     def keys(self) -> list[OffloadKey]:
         """Return the chunks that are not in the tier."""
@@ -96,6 +93,17 @@ class FailedDemotes:
         self._retrying.update(self._refused)
         self._retrying.update(self._unasked)
         self._refused.clear()
+        self._unasked.clear()
+
+    def begin_trial(self, count: int) -> None:
+        """Ask again for up to `count` of them, the oldest first."""
+        for known in (self._refused, self._unasked):
+            for key in list(itertools.islice(known, max(0, count - len(self._retrying)))):
+                self._retrying[key] = known.pop(key)
+
+    def retry_unasked(self) -> None:
+        """Ask for those that found no room in the write queue: it was full of what hung."""
+        self._retrying.update(self._unasked)
         self._unasked.clear()
 
     def retry(self, keys: Iterable[OffloadKey]) -> None:

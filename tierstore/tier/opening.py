@@ -12,6 +12,7 @@ from tierstore.manifest import Manifest
 from tierstore.metrics import Counters, Metric
 from tierstore.tier.cascade import Cascade
 from tierstore.tier.catalog import Catalog
+from tierstore.tier.health import TierHealth
 from tierstore.tier.primary import PrimaryTier
 from tierstore.tier.residency import ResidencyLog
 from tierstore.tier.secondary import OPEN_SECONDS_MAX, SecondaryTier
@@ -21,11 +22,6 @@ __all__ = ["check_tiers", "open_stack"]
 
 _CHECK_CLOSE_SECONDS = 5.0
 """For a tier that is closed again at once."""
-
-_HUNG_SHARE = 4
-"""Each tier's hung reads may hold one part of so many of the pool; then it is not asked for more.
-
-What is running when it begins to hang can go beyond that, by one task of each of its threads."""
 
 
 def open_stack(
@@ -72,6 +68,7 @@ def open_stack(
     # chunk at least, or none would ever be written.
     share_bytes = config.primary.capacity_bytes // (2 * max(1, len(config.secondary)))
     chunk_bytes = max((group.chunk_bytes for group in groups), default=0)
+    clock = clock or MonotonicClock()
     cascades = [
         Cascade(
             tier_idx=tier_idx,
@@ -79,6 +76,7 @@ def open_stack(
             groups=groups,
             primary=primary,
             secondary=secondary,
+            health=TierHealth(secondary, tier.name, tier.io, clock, counters),
             counters=counters,
             queue_bytes_max=max(chunk_bytes, min(tier.io.write_queue_bytes, share_bytes)),
             residency=residency,
@@ -94,8 +92,8 @@ def open_stack(
         secondaries,
         cascades,
         counters,
-        hung_bytes_max=config.primary.capacity_bytes // _HUNG_SHARE,
-        clock=clock or MonotonicClock(),
+        hung_bytes_max=_hung_bytes_max(config),
+        clock=clock,
         residency=residency,
     )
 
@@ -147,6 +145,12 @@ def _count_opening(counters: Counters, name: str, catalog: Catalog) -> None:
         counters.add(Metric.DISCARDED_CATALOGS, label=name)
     if catalog.is_foreign:
         counters.add(Metric.COLD_STARTS, label=name)
+
+
+def _hung_bytes_max(config: StoreConfig) -> list[int]:
+    """Return by tier what its reads may hold of the primary tier while they hang."""
+    capacity_bytes = config.primary.capacity_bytes
+    return [int(capacity_bytes * tier.io.breaker.hung_share) for tier in config.secondary]
 
 
 def _primary(config: StoreConfig, groups: Sequence[GroupSpec]) -> PrimaryTier:

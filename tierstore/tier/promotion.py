@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tierstore.clock import Clock
 from tierstore.key import OffloadKey
 from tierstore.layout import GroupSpec
 from tierstore.metrics import Counters, Metric
@@ -48,6 +49,7 @@ class Promotions:
         doomed: AbstractSet[OffloadKey],
         counters: Counters,
         residency: ResidencyLog | None,
+        clock: Clock,
     ) -> None:
         """Share the tiers with the stack; `groups` is indexed by group, `records` by tier.
 
@@ -61,6 +63,9 @@ class Promotions:
         self._doomed = doomed
         self._counters = counters
         self._residency = residency
+        self._clock = clock
+        self._begun: dict[JobId, float] = {}
+        """When loads that are not answered began."""
         self._late: dict[JobId, list[_LatePart]] = {}
 
     def find(
@@ -94,14 +99,23 @@ class Promotions:
                 )
         return promotes, missing
 
+    def begin(self, job_id: JobId, promotes: Sequence[Promote]) -> None:
+        """Take note of promotes that have their slots: they are read from now on."""
+        self._begun[job_id] = self._clock.seconds()
+        for promote in promotes:
+            self._secondaries[promote.tier_idx].pin(promote.keys)
+            self._records[promote.tier_idx].health.begin_read()
+
     def finish(self, reservation: LoadReservation, done: TransferDone) -> None:
         """Commit what arrived, drop what failed, take late chunks off their slots.
 
         A late chunk is absent from memory: another tier, or whoever computes it, may bring it.
         """
         late: list[_LatePart] = []
+        begun_at = self._begun.pop(reservation.job_id)
         first = 0
         for promote in reservation.promotes:
+            self._judge(promote, first, done.failed, begun_at)
             if done.failed or self._doomed:
                 part = self._finish_unevenly(promote, first, done.failed)
                 if part.keys:
@@ -159,6 +173,15 @@ class Promotions:
                 self._records[tier_idx].give_way(keys)
                 cascade.on_resident(group_idx, keys)
 
+    def _judge(
+        self, promote: Promote, first: int, failed: Mapping[int, FailureReason], begun_at: float
+    ) -> None:
+        """Tell what the answer to a promote says of its tier's device."""
+        indices = range(first, first + len(promote.keys))
+        reasons = [failed[i] for i in indices if i in failed] if failed else []
+        arrived_count = len(indices) - len(reasons)
+        self._records[promote.tier_idx].health.end_read(arrived_count, reasons, begun_at)
+
     def _finish_unevenly(
         self, promote: Promote, first: int, failed: Mapping[int, FailureReason]
     ) -> _LatePart:
@@ -193,7 +216,8 @@ class Promotions:
         """Let come what still can; give the other slots back."""
         promote = part.promote
         records = self._records[promote.tier_idx]
-        records.end_hang(part.keys, self._slot_bytes(promote, len(part.keys)))
+        reasons = [failed[i] for i in part.indices if i in failed]
+        records.end_hang(part.keys, self._slot_bytes(promote, len(part.keys)), reasons)
         resident = self._primary.locate(part.keys)
         slots = dict(zip(part.keys, part.slots, strict=True))
         arrived: list[OffloadKey] = []

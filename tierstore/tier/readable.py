@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from tierstore.clock import Clock
 from tierstore.key import OffloadKey
+from tierstore.tier.health import TierHealth
 from tierstore.tier.reservation import ChunkState
 from tierstore.tier.secondary import SecondaryTier
 from tierstore.transfer import FailureReason, Place
@@ -50,6 +51,7 @@ class ReadableRecords:
     def __init__(
         self,
         secondary: SecondaryTier,
+        health: TierHealth,
         clock: Clock,
         hung_bytes_max: int,
         on_removed: Callable[[Sequence[OffloadKey]], None],
@@ -59,6 +61,9 @@ class ReadableRecords:
         `on_removed` is told of records that are removed because they cannot be read.
         """
         self._secondary = secondary
+        self.health = health
+        """What is known of the tier's device: what it does not let through is absent."""
+        self._was_readable = True
         self._clock = clock
         self._hung_bytes_max = hung_bytes_max
         self._on_removed = on_removed
@@ -85,26 +90,32 @@ class ReadableRecords:
     def hang(self, keys: Sequence[OffloadKey], slot_bytes: int) -> None:
         """Take note of reads that hold slots of so many bytes together and do not end."""
         self._hung.update(keys)
+        self.health.hang(len(keys))
         self._hung_bytes += slot_bytes
 
-    def end_hang(self, keys: Sequence[OffloadKey], slot_bytes: int) -> None:
-        """Take note that reads that hung have ended."""
+    def end_hang(
+        self, keys: Sequence[OffloadKey], slot_bytes: int, failed: Sequence[FailureReason]
+    ) -> None:
+        """Take note that reads that hung have ended, and why some of them failed."""
         self._hung.difference_update(keys)
         self._hung_bytes -= slot_bytes
+        self.health.end_hang(len(keys), failed)
 
     def fail(self, reasons: Mapping[OffloadKey, FailureReason]) -> None:
         """Take note of records that were not read; remove those that are worthless.
 
-        Reasons that say nothing of the record or its device are ignored.
+        Reasons that say nothing of the record or its device are ignored. While the tier is out of
+        use, its device is to blame and no record.
         """
         worthless: list[OffloadKey] = []
+        count_max = _FAILURES_MAX if self.health.is_readable else _FAILURES_MAX - 1
         for key, reason in reasons.items():
             known = self._failures.get(key)
             count = known.count if known else 0
             if reason in _WORTHLESS:
                 count = _FAILURES_MAX
             elif reason in _UNREADABLE:
-                count = min(_FAILURES_MAX, count + 1)
+                count = max(count, min(count_max, count + 1))
             elif reason is not FailureReason.STALLED:
                 continue
             is_tried = reason is not FailureReason.STALLED
@@ -149,14 +160,20 @@ class ReadableRecords:
 
     def _askable(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
         """Return the keys that the tier may be asked for: `keys` itself if all of them."""
-        if not self._failures and not self._hung:
-            return keys
-        if self._hung_bytes > self._hung_bytes_max:
+        count_max = self.health.read_count_max()
+        is_readable = self.health.is_readable
+        if is_readable and not self._was_readable:
+            self._failures.clear()  # they were the device's
+        self._was_readable = is_readable
+        if not count_max or self._hung_bytes > self._hung_bytes_max:
             return ()
+        if is_readable and not self._failures and not self._hung:
+            return keys
         now = self._clock.seconds()
         failures, hung = self._failures, self._hung
-        return [
+        askable = [
             key
             for key in keys
             if key not in hung and (key not in failures or failures[key].hidden_until <= now)
         ]
+        return askable[:count_max]

@@ -13,6 +13,7 @@ from functools import partial
 
 import numpy as np
 
+from tierstore.bounded_log import bounded
 from tierstore.clock import Clock
 from tierstore.io_pool import IoPool
 from tierstore.key import OffloadKey
@@ -31,7 +32,7 @@ from tierstore.transfer import Command, IntArray, JobId, Promote, TransferDone
 
 __all__ = ["TierStack"]
 
-_logger = logging.getLogger(__name__)
+_logger = bounded(logging.getLogger(__name__))
 
 _CLOSE_SECONDS = 5.0
 _WAITING_SHARE = 0.75
@@ -56,13 +57,13 @@ class TierStack:
         cascades: Sequence[Cascade],
         counters: Counters,
         *,
-        hung_bytes_max: int,
+        hung_bytes_max: Sequence[int],
         clock: Clock,
         residency: ResidencyLog | None = None,
     ) -> None:
         """Take over the tiers; `secondaries` and `cascades` are in the order of the config.
 
-        A tier whose hung reads hold more than `hung_bytes_max` of slots is not asked for more.
+        A tier whose hung reads hold more than its `hung_bytes_max` of slots is not asked for more.
         """
         self._groups = groups
         self._primary = primary
@@ -78,8 +79,8 @@ class TierStack:
         # Chunks that were in flight when the tiers were reset: their bytes must not be found.
         self._doomed: set[OffloadKey] = set()
         records = [
-            ReadableRecords(tier, clock, hung_bytes_max, cascade.on_erased)
-            for tier, cascade in zip(secondaries, cascades, strict=True)
+            ReadableRecords(tier, cascade.health, clock, bytes_max, cascade.on_erased)
+            for tier, cascade, bytes_max in zip(secondaries, cascades, hung_bytes_max, strict=True)
         ]
         self._locator = Locator(primary, records, self._doomed)
         self._promotions = Promotions(
@@ -91,6 +92,7 @@ class TierStack:
             doomed=self._doomed,
             counters=counters,
             residency=residency,
+            clock=clock,
         )
 
     def close(self, timeout_seconds: float = _CLOSE_SECONDS) -> None:
@@ -235,7 +237,10 @@ class TierStack:
         if reserved is None:
             self._primary.unpin(pinned)
             return None
-        return LoadReservation.of(self.new_job_id(), wanted, reserved, tuple(pinned))
+        job_id = self.new_job_id()
+        if reserved:
+            self._promotions.begin(job_id, reserved)
+        return LoadReservation.of(job_id, wanted, reserved, tuple(pinned))
 
     def has_room(self, groups: Sequence[tuple[int, Sequence[OffloadKey]]]) -> bool:
         """Return whether `reserve_load` would find room for these chunks now.
@@ -284,7 +289,6 @@ class TierStack:
                 return None
             reserved.append(dataclasses.replace(promote, slots=slots))
         for promote in reserved:
-            self._secondaries[promote.tier_idx].pin(promote.keys)
             # Not before all of them have their slots: it pins victims, for which room was promised.
             self._demote_ahead(promote.group_idx, len(promote.keys))
         return reserved
@@ -396,6 +400,13 @@ class TierStack:
     def has_work(self) -> bool:
         """Return whether demotes, releases or hung reads are waiting for an answer."""
         return self._promotions.has_late() or any(cascade.has_work() for cascade in self._cascades)
+
+    def is_healing(self) -> bool:
+        """Return whether chunks in memory wait for a tier that is out of use.
+
+        Somebody should then ask for `commands` now and then: trials go with them.
+        """
+        return any(cascade.is_healing for cascade in self._cascades)
 
     def reset(self, manifest: Manifest, *, keeps_records: bool = False) -> None:
         """Forget all chunks in all tiers (the weights changed); those to come are `manifest`'s.

@@ -80,7 +80,7 @@ class TierStorePromMetrics(KVConnectorPromMetrics):
         self._counters: dict[str, Counter] = {}
         self._gauges: dict[str, Gauge] = {}
         self._levels: defaultdict[tuple[str, int], float] = defaultdict(float)
-        """What gauges stand at, by name and engine: reports say how they changed."""
+        """What gauges stand at, by name with label and engine: reports say how they changed."""
         for metric in Metric:
             facts = {
                 "name": f"vllm:tierstore_{metric.metric_name}",
@@ -104,5 +104,5 @@ class TierStorePromMetrics(KVConnectorPromMetrics):
             if name in self._counters:
                 self._counters[name].labels(*values).inc(amount)
             elif name in self._gauges:
-                self._levels[name, engine_idx] += amount
-                self._gauges[name].labels(*values).set(self._levels[name, engine_idx])
+                self._levels[key, engine_idx] += amount
+                self._gauges[name].labels(*values).set(self._levels[key, engine_idx])
