@@ -187,6 +187,7 @@ class LmdbEnv:
         except OSError as error:
             raise BackendError(f"{directory}: {error}; make the path writable") from error
         key = (status.st_dev, status.st_ino)
+        system = system.at_database(directory)
         lock = cls._lock_of(key)
         with lock:
             shared = cls._shared.get(key)

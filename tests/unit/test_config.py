@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.config import (
+    FaultRule,
     GpuConfig,
     IoConfig,
     OffloadConfig,
@@ -152,11 +153,13 @@ def test_the_document_and_the_dataclasses_have_the_same_defaults() -> None:
 def test_the_document_has_a_key_for_every_field() -> None:
     units = {"capacity": "capacity_bytes", "deadline": "deadline_seconds"}
     units |= {"write_queue": "write_queue_bytes", "kernel_below": "kernel_below_bytes"}
-    units["pitched_from"] = "pitched_from_bytes"
+    units |= {"pitched_from": "pitched_from_bytes", "latency": "latency_seconds"}
+    units["at"] = "at_bytes"
     pairs = {
         "PrimarySection": PrimaryConfig,
         "SecondarySection": SecondaryConfig,
         "IoSection": IoConfig,
+        "FaultSection": FaultRule,
         "OffloadSection": OffloadConfig,
         "GpuSection": GpuConfig,
     }

@@ -5,6 +5,7 @@ missing units and impossible pairs with a `ConfigError` that names the path of t
 nearest valid name.
 """
 
+from tierstore.config.fault_rule import FaultKind, FaultRule
 from tierstore.config.loader import emit_json_schema, load_config, to_mapping
 from tierstore.config.model import (
     Cascade,
@@ -19,6 +20,8 @@ from tierstore.config.model import (
 
 __all__ = [
     "Cascade",
+    "FaultKind",
+    "FaultRule",
     "GpuConfig",
     "IoConfig",
     "IoMode",

@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from tierstore.config.fault_rule import FaultRule
+
 __all__ = [
     "Cascade",
     "GpuConfig",
@@ -49,6 +51,8 @@ class IoConfig:
     """Write-behind limit: demotes beyond it are dropped and counted."""
     durable: bool = False
     """Also flush payload to the device before a record becomes visible."""
+    faults: tuple[FaultRule, ...] = ()
+    """For game days: what goes wrong on purpose; refused unless the environment allows it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
