@@ -44,8 +44,8 @@ def sample(tmp_path, times, code, **kind):
     first = random.randrange(1, step + 1)
     print(f"{call_count} calls, every {step}th from {first}")
     numbers = range(first, call_count + 1, step)
-    # The last ones of a run with evictions may not come in another one.
-    assert fail_each(tmp_path, numbers, times, code, **kind) >= RUNS_SAMPLED - 1
+    # How many calls there are depends a little on which thread is faster.
+    assert fail_each(tmp_path, numbers, times, code, **kind) >= RUNS_SAMPLED - 2
 
 
 def named(**values):
