@@ -71,7 +71,13 @@ def test_a_foreign_library_is_imported_in_one_module(library: str) -> None:
 def test_the_environment_is_read_only_by_the_command_line() -> None:
     pattern = re.compile(r"\b(environ|getenv)\b")
     found = {name_of(path) for path in CORE_FILES if pattern.search(path.read_text())}
-    assert found <= {"tierstore/cli.py"}
+    assert found <= {"tierstore/cli.py", "tierstore/faults/opening.py"}
+
+
+def test_of_the_environment_faults_read_one_variable_in_one_place() -> None:
+    (path,) = [path for path in CORE_FILES if name_of(path) == "tierstore/faults/opening.py"]
+    lines = [line.strip() for line in path.read_text().splitlines() if "environ" in line]
+    assert [line for line in lines if "os." in line] == ['if os.environ.get(ALLOW_FAULTS) != "1":']
 
 
 def test_the_folder_of_the_adapter_is_no_package() -> None:

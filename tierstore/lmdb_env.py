@@ -213,6 +213,7 @@ class LmdbEnv:
         try:
             status = os.fstat(files.descriptor)
             key = (status.st_dev, status.st_ino)
+            system = system.at_database(directory)
             lock = cls._lock_of(key)
             with _held(lock, directory, wait_seconds_max):
                 shared = cls._find_shared(key, directory)

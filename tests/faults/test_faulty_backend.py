@@ -2,17 +2,20 @@
 
 import contextlib
 import math
-import threading
 import time
 
 import pytest
 from store_kit import Chunks, config_of, misses
 
 from tierstore import TierStore
-from tierstore.backend.opening import open_backend
 from tierstore.errors import BackendError
 from tierstore.planes import Patience
-from tierstore.testing.faults import FaultSchedule, FaultyBackend, faulty_opener
+from tierstore.testing.faults import (
+    FaultSchedule,
+    ReadFaults,
+    faulty_opener,
+    unreadable_opener,
+)
 from tierstore.transfer import FailureReason
 
 CHUNKS = Chunks(65_536)
@@ -99,30 +102,15 @@ def test_a_device_that_refuses_is_not_waited_for(tmp_path, backend):
     assert time.monotonic() - started < SECONDS_MAX
 
 
-class HangingBackend(FaultyBackend):
-    """Reads of some chunks wait for `gate`, as on a bad disk, and then fill their slots."""
-
-    gate = threading.Event()
-    hung_keys = frozenset(CHUNKS.keys(range(16)))
-
-    def read(self, records):
-        if any(record.key in self.hung_keys for record in records):
-            self.gate.wait()
-        return super().read(records)
-
-
-def open_hanging(config, manifest, *, rank, rank_count):
-    backend = open_backend(config, manifest, rank=rank, rank_count=rank_count)
-    return HangingBackend(backend, FaultSchedule(1_000_000))
-
-
 def test_a_hung_read_misses_its_deadline_and_keeps_its_slot_until_it_ends(tmp_path):
     config = config_of(tmp_path / "tier", primary="4MiB", io={"threads": 8, "deadline": "2s"})
     config["primary"]["eviction"] = "lru"  # what came last stays, for nothing is read meanwhile
     with CHUNKS.open(config) as store:
         CHUNKS.put(store, range(32))
-    HangingBackend.gate.clear()
-    with TierStore.open(config, CHUNKS.manifest, open_backend=open_hanging) as store:
+    faults = ReadFaults()
+    faults.hang(CHUNKS.keys(range(16)))
+    opener = unreadable_opener({"disk": faults})
+    with TierStore.open(config, CHUNKS.manifest, open_backend=opener) as store:
         try:
             assert CHUNKS.found(store, range(16)) == []
             missed = misses(store)
@@ -136,7 +124,7 @@ def test_a_hung_read_misses_its_deadline_and_keeps_its_slot_until_it_ends(tmp_pa
                 assert CHUNKS.found(store, newest) == list(newest)
             assert CHUNKS.found(store, range(16)) == [], "a chunk that is arriving was served"
         finally:
-            HangingBackend.gate.set()
+            faults.go_on()
         store.flush()
         assert store.check() == []
         assert CHUNKS.found(store, range(100, 300)) == list(range(100, 300))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tierstore.config import (
     BreakerConfig,
+    FaultRule,
     GpuConfig,
     IntegrityConfig,
     IoConfig,
@@ -154,7 +155,8 @@ def test_the_document_and_the_dataclasses_have_the_same_defaults() -> None:
 def test_the_document_has_a_key_for_every_field() -> None:
     units = {"capacity": "capacity_bytes", "deadline": "deadline_seconds"}
     units |= {"write_queue": "write_queue_bytes", "kernel_below": "kernel_below_bytes"}
-    units["pitched_from"] = "pitched_from_bytes"
+    units |= {"pitched_from": "pitched_from_bytes", "latency": "latency_seconds"}
+    units["at"] = "at_bytes"
     units |= {name: f"{name}_seconds" for name in ("retry_after", "retry_after_max")}
     pairs = {
         "PrimarySection": PrimaryConfig,
@@ -162,6 +164,7 @@ def test_the_document_has_a_key_for_every_field() -> None:
         "IoSection": IoConfig,
         "IntegritySection": IntegrityConfig,
         "BreakerSection": BreakerConfig,
+        "FaultSection": FaultRule,
         "OffloadSection": OffloadConfig,
         "GpuSection": GpuConfig,
     }

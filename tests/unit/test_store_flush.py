@@ -2,7 +2,6 @@
 
 import errno
 import math
-import threading
 import time
 
 import pytest
@@ -10,10 +9,15 @@ from store_kit import Chunks, config_of
 from waiting import within_seconds
 
 from tierstore import TierStore
-from tierstore.backend.opening import open_backend
 from tierstore.errors import BackendError
 from tierstore.planes import Patience
-from tierstore.testing.faults import FaultSchedule, faulty_system_opener
+from tierstore.testing.faults import (
+    FaultPlan,
+    FaultRule,
+    FaultSchedule,
+    faulty_backend_opener,
+    faulty_system_opener,
+)
 from tierstore.transfer import FailureReason
 
 CHUNKS = Chunks(65_536)
@@ -22,52 +26,19 @@ SOUND_SECONDS = 5.0
 CASCADES = ["write_through", "on_evict", "second_touch"]
 
 
-class Switch:
-    """Lets the writes of a tier fail, or hang, until it is switched off."""
+class Writes:
+    """The writes of one tier, which fail or hang until they are healed."""
 
-    def __init__(self, tier="disk", reason=None):
-        self.tier = tier
-        self.reason = reason
-        self.write_count = 0
-        self.goes_on = threading.Event()
+    def __init__(self, tier="disk", *, kind="error", reason=None):
+        code = "ENOSPC" if reason is FailureReason.FULL else "EIO"
+        self.plan = FaultPlan(
+            FaultRule(kind=kind, error=code, calls=("backend.write",)), tiers=tier
+        )
+        self.open = faulty_backend_opener(self.plan)
 
-    def open(self, config, manifest, **ranks):
-        backend = open_backend(config, manifest, **ranks)
-        return _Switched(backend, self) if config.name == self.tier else backend
-
-    def off(self):
-        self.reason = None
-        self.goes_on.set()
-
-
-class _Switched:
-    def __init__(self, backend, switch):
-        self._backend = backend
-        self._switch = switch
-
-    def write(self, records):
-        self._switch.write_count += 1
-        if self._switch.reason is None:
-            return self._backend.write(records)
-        return dict.fromkeys(range(len(records)), self._switch.reason)
-
-    def __getattr__(self, name):
-        return getattr(self._backend, name)
-
-
-class HungSwitch(Switch):
-    """Lets the writes of a tier hang until it is switched off."""
-
-    def open(self, config, manifest, **ranks):
-        backend = open_backend(config, manifest, **ranks)
-        return _Hung(backend, self) if config.name == self.tier else backend
-
-
-class _Hung(_Switched):
-    def write(self, records):
-        self._switch.write_count += 1
-        self._switch.goes_on.wait()
-        return self._backend.write(records)
+    @property
+    def count(self):
+        return self.plan.call_count("backend.write")
 
 
 def put_twice(store, numbers):
@@ -86,20 +57,20 @@ def recorded(store, numbers, tier_idx=0):
 def test_a_flush_names_what_was_not_written_and_writes_it_when_the_device_is_back(
     tmp_path, cascade, reason
 ):
-    switch = Switch(reason=reason)
+    writes = Writes(reason=reason)
     config = config_of(tmp_path, cascade=cascade)
-    with TierStore.open(config, CHUNKS.manifest, open_backend=switch.open) as store:
+    with TierStore.open(config, CHUNKS.manifest, open_backend=writes.open) as store:
         put_twice(store, range(24))
         for _ in range(2):
             with pytest.raises(BackendError, match=rf"tier disk: 24 .*{reason.value}"):
                 store.flush()
         assert recorded(store, range(24)) == []
-        switch.off()
+        writes.plan.heal()
         store.flush()
         assert recorded(store, range(24)) == list(range(24))
-        write_count = switch.write_count
+        write_count = writes.count
         store.flush()
-        assert switch.write_count == write_count, "a flush wrote again what is recorded"
+        assert writes.count == write_count, "a flush wrote again what is recorded"
         assert store.check() == []
     with CHUNKS.open(config) as store:
         assert CHUNKS.found(store, range(24)) == list(range(24))
@@ -124,13 +95,13 @@ def test_a_flush_to_a_kernel_that_refuses_every_write_fails_until_it_works(tmp_p
 
 @pytest.mark.parametrize("cascade", CASCADES)
 def test_what_failed_is_written_when_a_later_write_shows_that_the_device_is_back(tmp_path, cascade):
-    switch = Switch(reason=FailureReason.IO_ERROR)
+    writes = Writes(reason=FailureReason.IO_ERROR)
     config = config_of(tmp_path, primary="2MiB", cascade=cascade)
-    with TierStore.open(config, CHUNKS.manifest, open_backend=switch.open) as store:
+    with TierStore.open(config, CHUNKS.manifest, open_backend=writes.open) as store:
         put_twice(store, range(8))
         with pytest.raises(BackendError):
             store.flush()
-        switch.off()
+        writes.plan.heal()
         put_twice(store, range(100, 120))  # with `on_evict`, the others are the victims of these
         if cascade == "on_evict":
             put_twice(store, range(120, 132))
@@ -138,9 +109,9 @@ def test_what_failed_is_written_when_a_later_write_shows_that_the_device_is_back
 
 
 def test_chunks_that_left_memory_are_no_reason_for_a_flush_to_fail(tmp_path):
-    switch = Switch(reason=FailureReason.IO_ERROR)
+    writes = Writes(reason=FailureReason.IO_ERROR)
     config = config_of(tmp_path, primary="2MiB")
-    with TierStore.open(config, CHUNKS.manifest, open_backend=switch.open) as store:
+    with TierStore.open(config, CHUNKS.manifest, open_backend=writes.open) as store:
         CHUNKS.put(store, range(8))
         with pytest.raises(BackendError, match=r"tier disk: 8 chunks"):
             store.flush()
@@ -154,16 +125,16 @@ def test_chunks_that_left_memory_are_no_reason_for_a_flush_to_fail(tmp_path):
 
 
 def test_a_flush_writes_what_found_no_room_in_the_write_queue(tmp_path):
-    switch = HungSwitch()
+    writes = Writes(kind="hang")
     config = config_of(tmp_path, io={"write_queue": "256KiB"})
     patience = Patience(put_seconds=0.1)
     with TierStore.open(
-        config, CHUNKS.manifest, open_backend=switch.open, patience=patience
+        config, CHUNKS.manifest, open_backend=writes.open, patience=patience
     ) as store:
         for number in range(24):
             assert CHUNKS.put(store, [number]) == 1
         assert store.stats().counters['dropped_demotes_total{reason="queue_full"}'] >= 20
-        switch.off()
+        writes.plan.heal()
         store.flush()
         assert recorded(store, range(24)) == list(range(24))
 
@@ -179,10 +150,10 @@ def two_tiers(path, cascade):
 @pytest.mark.parametrize("failing", ["disk", "second"])
 @pytest.mark.parametrize("cascade", ["write_through", "on_evict"])
 def test_a_tier_that_refuses_leaves_the_other_complete(tmp_path, cascade, failing):
-    switch = Switch(failing, FailureReason.IO_ERROR)
+    writes = Writes(failing, reason=FailureReason.IO_ERROR)
     config = two_tiers(tmp_path, cascade)
     sound_idx = ["disk", "second"].index(failing) ^ 1
-    with TierStore.open(config, CHUNKS.manifest, open_backend=switch.open) as store:
+    with TierStore.open(config, CHUNKS.manifest, open_backend=writes.open) as store:
         for first in range(0, 120, 4):
             assert CHUNKS.put(store, range(first, first + 4)) == 4
         with pytest.raises(BackendError, match=rf"^flush: tier {failing}: \d+ chunks[^;]*$"):
@@ -193,13 +164,13 @@ def test_a_tier_that_refuses_leaves_the_other_complete(tmp_path, cascade, failin
 @pytest.mark.parametrize("cascade", ["write_through", "on_evict"])
 @pytest.mark.parametrize("hung", ["disk", "second"])
 def test_a_tier_that_hangs_takes_no_record_from_the_other(tmp_path, caplog, cascade, hung):
-    switch = HungSwitch(hung)
+    writes = Writes(hung, kind="hang")
     sound_idx = ["disk", "second"].index(hung) ^ 1
     patience = Patience(put_seconds=SOUND_SECONDS, flush_seconds=SOUND_SECONDS, close_seconds=0.3)
     store = TierStore.open(
         two_tiers(tmp_path, cascade),
         CHUNKS.manifest,
-        open_backend=switch.open,
+        open_backend=writes.open,
         patience=patience,
     )
     try:
@@ -216,20 +187,13 @@ def test_a_tier_that_hangs_takes_no_record_from_the_other(tmp_path, caplog, casc
         assert f"tier {hung}" in message
         assert "chunks wait" in message
     finally:
-        switch.off()
+        writes.plan.heal()
         store.close()
 
 
 def test_a_device_that_hangs_in_its_flush_is_named_in_time(tmp_path):
-    goes_on = threading.Event()
-
-    class HungFlush(_Switched):
-        def sync(self):
-            goes_on.wait()
-
-    def opener(config, manifest, **ranks):
-        return HungFlush(open_backend(config, manifest, **ranks), Switch())
-
+    plan = FaultPlan(FaultRule(kind="hang", calls=("backend.sync",)))
+    opener = faulty_backend_opener(plan)
     patience = Patience(flush_seconds=SOUND_SECONDS, close_seconds=0.3)
     store = TierStore.open(
         config_of(tmp_path), CHUNKS.manifest, open_backend=opener, patience=patience
@@ -241,4 +205,4 @@ def test_a_device_that_hangs_in_its_flush_is_named_in_time(tmp_path):
         assert CHUNKS.found(store, range(4)) == list(range(4))
         store.close()
     finally:
-        goes_on.set()
+        plan.heal()

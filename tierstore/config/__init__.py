@@ -5,6 +5,7 @@ missing units and impossible pairs with a `ConfigError` that names the path of t
 nearest valid name.
 """
 
+from tierstore.config.fault_rule import FaultKind, FaultRule
 from tierstore.config.loader import check_config, emit_json_schema, load_config, to_mapping
 from tierstore.config.model import (
     WRITE_QUEUE_BYTES_MAX,
@@ -24,6 +25,8 @@ __all__ = [
     "WRITE_QUEUE_BYTES_MAX",
     "BreakerConfig",
     "Cascade",
+    "FaultKind",
+    "FaultRule",
     "GpuConfig",
     "IntegrityConfig",
     "IoConfig",

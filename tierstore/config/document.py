@@ -5,6 +5,7 @@ quick. Defaults repeat those of `model`; a test holds the two together.
 """
 
 import difflib
+import errno
 import os
 import unicodedata
 from collections.abc import Mapping, Sequence
@@ -19,9 +20,11 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     WithJsonSchema,
+    field_validator,
 )
 from pydantic_core import ErrorDetails
 
+from tierstore.config.fault_rule import FaultKind, FaultRule
 from tierstore.config.model import (
     WRITE_QUEUE_BYTES_MAX,
     BreakerConfig,
@@ -43,6 +46,7 @@ from tierstore.quoting import named, quoted
 __all__ = [
     "BreakerSection",
     "Document",
+    "FaultSection",
     "GpuSection",
     "IntegritySection",
     "IoSection",
@@ -202,6 +206,59 @@ class BreakerSection(_Section):
         )
 
 
+class FaultSection(_Section):
+    """What goes wrong on purpose with calls to a tier's device; only for game days."""
+
+    kind: FaultKind
+    """What happens to a call that the rule strikes."""
+    error: str = "EIO"
+    """The name of the errno with which it fails."""
+    calls: list[str] = Field(default=["*"], min_length=1, max_length=32)
+    """Patterns of the names of calls."""
+    files: str = "*"
+    """A pattern of the files that are meant, by their paths below that of the tier."""
+    nth: int = Field(default=1, ge=1)
+    """The first call that is struck, of those that match."""
+    every: int = Field(default=1, ge=1)
+    """From there on, each so-manieth is."""
+    times: int | None = Field(default=None, ge=1)
+    """How often the rule strikes at most."""
+    probability: float = Field(default=1.0, gt=0, le=1)
+    """With which it strikes each time."""
+    latency: Duration = Field(default=0.1, ge=0, json_schema_extra={"default": "100ms"})
+    """How much longer the call takes."""
+    at: Size | None = None
+    """Where in the bytes of the call: how many a part has, or which one is wrong."""
+    switch: PathText | None = None
+    """The rule holds only while this file exists."""
+    seed: int = 0
+    """The same seed, the same faults."""
+
+    def build(self, folder: Path) -> FaultRule:
+        """Return the section as the rest of tierstore sees it."""
+        return FaultRule(
+            kind=self.kind,
+            error=self.error,
+            calls=tuple(self.calls),
+            files=self.files,
+            nth=self.nth,
+            every=self.every,
+            times=self.times,
+            probability=self.probability,
+            latency_seconds=self.latency,
+            at_bytes=self.at,
+            switch=None if self.switch is None else folder / Path(self.switch).expanduser(),
+            seed=self.seed,
+        )
+
+    @field_validator("error")
+    @classmethod
+    def _names_an_errno(cls, name: str) -> str:
+        if name not in errno.errorcode.values():
+            raise ValueError(f"expected the name of an errno such as 'ENOSPC', got {name[:32]!r}")
+        return name
+
+
 class IoSection(_Section):
     """How one secondary tier talks to its device."""
 
@@ -218,8 +275,10 @@ class IoSection(_Section):
     durable: bool = False
     """Also flush payload to the device before a record becomes visible."""
     breaker: BreakerSection = Field(default=BreakerSection(), json_schema_extra={"default": {}})
+    faults: list[FaultSection] = Field(default=[], max_length=64)
+    """For game days: what goes wrong on purpose; refused unless the environment allows it."""
 
-    def build(self) -> IoConfig:
+    def build(self, folder: Path) -> IoConfig:
         """Return the section as the rest of tierstore sees it."""
         return IoConfig(
             mode=self.mode,
@@ -228,6 +287,7 @@ class IoSection(_Section):
             write_queue_bytes=self.write_queue,
             durable=self.durable,
             breaker=self.breaker.build(),
+            faults=tuple(rule.build(folder) for rule in self.faults),
         )
 
 
@@ -276,7 +336,7 @@ class SecondarySection(_Section):
             capacity_bytes=self.capacity,
             cascade=self.cascade,
             eviction=self.eviction,
-            io=self.io.build(),
+            io=self.io.build(folder),
             integrity=None if self.integrity is None else self.integrity.build(folder),
         )
 
@@ -403,6 +463,7 @@ _SECTIONS: dict[str, type[BaseModel]] = {
     "io": IoSection,
     "integrity": IntegritySection,
     "breaker": BreakerSection,
+    "faults": FaultSection,
     "offload": OffloadSection,
     "gpu": GpuSection,
 }

@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from tierstore.config.fault_rule import FaultRule
+
 __all__ = [
     "WRITE_QUEUE_BYTES_MAX",
     "BreakerConfig",
@@ -68,6 +70,8 @@ class IoConfig:
     durable: bool = False
     """Also flush payload to the device before a record becomes visible."""
     breaker: BreakerConfig = field(default_factory=BreakerConfig)
+    faults: tuple[FaultRule, ...] = ()
+    """For game days: what goes wrong on purpose; refused unless the environment allows it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +82,8 @@ class IntegrityConfig:
     """See `key_file.read_key_file`; the keys themselves are no part of a configuration."""
     encrypt: bool = False
     """Encrypt payload, too: block hashes and the catalog stay readable."""
+    faults: tuple[FaultRule, ...] = ()
+    """For game days: what goes wrong on purpose; refused unless the environment allows it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,8 +72,8 @@ wide_key = struct.Struct(">Q").pack
 
 
 def parse_number(value: bytes) -> int:
-    """Return what `number_value` packed."""
-    return int.from_bytes(value, "little")
+    """Return what `number_value` packed; of a damaged value, of any length, no larger number."""
+    return int.from_bytes(value[:4], "little")
 
 
 def extent_key(segment: int, header_page: int) -> int:
