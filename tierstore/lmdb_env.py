@@ -31,6 +31,7 @@ from tierstore.errors import (
 from tierstore.lmdb_lock import opening_lock
 from tierstore.lmdb_writer import WriterLock
 from tierstore.marker import open_below
+from tierstore.quoting import escaped
 from tierstore.remedies import FULL, explain, remedy_in
 from tierstore.system import SYSTEM, DatabasePoint, SystemCalls
 
@@ -129,6 +130,13 @@ def translate(error: lmdb.Error, directory: Path) -> TierStoreError:
 def _translate_os(error: OSError, directory: Path) -> BackendError:
     kind = BackendFullError if error.errno in FULL else BackendError
     return kind(explain(directory, error))
+
+
+def _no_memory(error: MemoryError, directory: Path) -> BackendError:
+    return BackendError(
+        f"{directory}: the system has no memory left ({escaped(error) or 'MemoryError'}); lower "
+        "primary.capacity, or raise what limits the process (ulimit -v, the container)"
+    )
 
 
 class LmdbEnv:
@@ -402,6 +410,8 @@ class LmdbEnv:
             raise translate(error, self.directory) from error
         except OSError as error:
             raise _translate_os(error, self.directory) from error
+        except MemoryError as error:
+            raise _no_memory(error, self.directory) from error
 
 
 @contextmanager
@@ -477,6 +487,8 @@ def _open_env(
         raise translate(error, directory.path) from error
     except OSError as error:
         raise _translate_os(error, directory.path) from error
+    except MemoryError as error:
+        raise _no_memory(error, directory.path) from error
 
 
 def _open_library(directory: Directory, map_bytes: int, *, readahead: bool) -> lmdb.Environment:

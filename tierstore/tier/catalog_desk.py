@@ -104,6 +104,12 @@ class CatalogDesk:
                 operations.append(item)
         self._apply(operations)
 
+    def retry(self) -> None:
+        """Try again what a failing catalog could not do; in the thread of `handle`."""
+        if self.opened is not None:
+            self.opened.writer.handle(())
+            self._count_forgotten(self.opened)
+
     def _take(self, news: CatalogNews | CatalogEnd | CatalogTask) -> None:
         match news:
             case CatalogOpened(opened):
@@ -152,6 +158,12 @@ class CatalogDesk:
         self._is_over = True
         opened, self.opened = self.opened, None
         if opened is None:
+            if self._owed:
+                _logger.error(
+                    "closed without its catalog, which has not recorded a reset: what it forgot "
+                    "will be found again, unless the path is removed: tier=%s",
+                    self._name,
+                )
             return
         opened.writer.handle([Leave()])
         try:

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from tierstore.errors import BackendError, CatalogError, ClosedError
 from tierstore.key import OffloadKey
 from tierstore.tier.catalog_reads import CatalogReads, Reading
 from tierstore.tier.reservation import ChunkState
-from tierstore.transfer import Place
+from tierstore.transfer import FailureReason, Place
 
 __all__ = ["ASKED_AT_ONCE_MAX", "STEP_SECONDS_MAX", "Lookups"]
 
@@ -43,6 +44,11 @@ _KEPT_STEPS = 32
 
 
 Locate = Callable[[Sequence[OffloadKey]], list[Place | None]]
+Hidden = Callable[[Sequence[OffloadKey], FailureReason], None]
+
+
+def _nothing(keys: Sequence[OffloadKey], reason: FailureReason) -> None:
+    del keys, reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +67,20 @@ class Lookups:
     same can happen between any lookup and the read.
     """
 
-    def __init__(self, locate: Locate, reads: CatalogReads, *, places_seconds_max: float) -> None:
-        """`locate` looks keys up and must not raise; the thread of `reads` calls it.
+    def __init__(
+        self,
+        locate: Locate,
+        reads: CatalogReads,
+        *,
+        places_seconds_max: float,
+        on_hidden: Hidden = _nothing,
+    ) -> None:
+        """`locate` looks keys up, or raises an error of ours; the thread of `reads` calls it.
 
         `places_seconds_max` bounds for how long `places` waits for a lookup without progress.
+        `on_hidden` is told of keys that are said absent because nobody could look them up.
         """
+        self._on_hidden = on_hidden
         self._locate = locate
         self._reads = reads
         self._places_seconds_max = places_seconds_max
@@ -94,7 +109,10 @@ class Lookups:
             if len(asked) <= ASKED_AT_ONCE_MAX or waits_long:
                 self._wait()
                 known, unknown = self._known(keys)
-        missing = ChunkState.ABSENT if unknown and self.is_stuck else ChunkState.ARRIVING
+        missing = ChunkState.ARRIVING
+        if unknown and self.is_stuck:
+            missing = ChunkState.ABSENT
+            self._on_hidden(unknown, FailureReason.STALLED)
         if len(asked) <= ASKED_AT_ONCE_MAX:
             self.forget(asked)  # they are asked for again as easily, and then it is not outdated
         return [_state(known[key]) if key in known else missing for key in keys]
@@ -105,12 +123,27 @@ class Lookups:
         Nothing is found where that takes too long, nor until that lookup has ended.
         """
         known, unknown = self._known(keys)
-        if unknown and not self._reads.is_stuck(self._places_seconds_max):
-            reading = self._reads.ask(partial(self._locate, tuple(unknown)))
+        if unknown:
+            known.update(zip(unknown, self._look_up(unknown), strict=True))
+        return [known.get(key) for key in keys]
+
+    def _look_up(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
+        if not self._reads.is_stuck(self._places_seconds_max):
+            reading = self._reads.ask(partial(self._locate, tuple(keys)))
             seconds = max(self._places_seconds_max, _TURN_SECONDS_MAX)
             if self._reads.wait(reading, seconds, self._places_seconds_max):
-                known.update(zip(unknown, reading.answer(), strict=True))
-        return [known.get(key) for key in keys]
+                return self._answer(reading, keys)
+        self._on_hidden(keys, FailureReason.STALLED)
+        return [None] * len(keys)
+
+    def _answer(
+        self, reading: Reading[list[Place | None]], keys: Sequence[OffloadKey]
+    ) -> list[Place | None]:
+        try:
+            return reading.answer()
+        except (BackendError, CatalogError, ClosedError):
+            self._on_hidden(keys, FailureReason.IO_ERROR)
+            return [None] * len(keys)
 
     def forget(self, keys: Iterable[OffloadKey]) -> None:
         """Drop answers about records that came or went."""
@@ -170,7 +203,7 @@ class Lookups:
             for key in question.keys:
                 self._queued.pop(key, None)
             if question.reset_count == self._reset_count:
-                places = question.reading.answer()
+                places = self._answer(question.reading, question.keys)
                 self._young.update(zip(question.keys, places, strict=True))
 
 

@@ -40,7 +40,7 @@ from tierstore.tier.catalog_reads import CatalogReads
 from tierstore.tier.catalog_writer import CatalogWriter
 from tierstore.tier.lookup import Lookups
 from tierstore.tier.reservation import ChunkState
-from tierstore.transfer import Place
+from tierstore.transfer import FailureReason, Place
 
 __all__ = ["OPEN_SECONDS_MAX", "SecondaryTier"]
 
@@ -114,6 +114,7 @@ class SecondaryTier:
             self._look_up,
             self._reads,
             places_seconds_max=lookup_seconds_max or self._patience_seconds,
+            on_hidden=lambda keys, reason: self.on_hidden(keys, reason),
         )
         if pace is None:
             # Each search of an lmdb tier opens its databases, and what is in them is bounded.
@@ -125,6 +126,8 @@ class SecondaryTier:
         self._on_opened = on_opened
         self.on_anew: Callable[[], None] = _nothing
         """Called by `poll` and `wait` when the catalog was lost, and another one is in use."""
+        self.on_hidden: Callable[[Sequence[OffloadKey], FailureReason], None] = _nothing
+        """Called by `locate` and `states` with keys that nobody could look up."""
         self._served: OpenCatalog | None = None
         """Whose answers `poll` returns: what it is asked for comes from this one."""
         self._owner = 0
@@ -269,7 +272,11 @@ class SecondaryTier:
         self._lookups.forget(keys)
 
     def _look_up(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
-        """Look keys up, in the thread that reads; another catalog is closed there, too."""
+        """Look keys up, in the thread that reads; another catalog is closed there, too.
+
+        Raises:
+            BackendError, ClosedError: the catalog cannot be read.
+        """
         opened = self._desk.opened
         if opened is None:
             return [None] * len(keys)
@@ -280,7 +287,7 @@ class SecondaryTier:
             if not self._is_failing:
                 self._is_failing = True
                 _logger.warning("locate failed: tier=%s cause=%s", self._name, error)
-            return [None] * len(keys)
+            raise
 
     def request_places(self, ticket: int, keys: Sequence[OffloadKey], payload_bytes: int) -> None:
         """Ask for one place per key, all of `payload_bytes`; answered by `Placed` or `Refused`.
@@ -445,15 +452,25 @@ class SecondaryTier:
         """Flush the catalog to the device; for a thread that may wait.
 
         Raises:
-            BackendError: the device refused, or there is no catalog.
+            BackendError: the device refused, there is no catalog, or it has not done a reset yet.
         """
         # In the writer's thread, so that nobody closes the catalog meanwhile.
-        task = CatalogTask(lambda: self._catalog.sync())  # noqa: PLW0108 - the catalog of then
+        task = CatalogTask(self._sync)
         try:
             self._mailbox.put(task)
         except ClosedError as error:
             raise BackendError(f"secondary {self._config.name!r}: is closed") from error
         task.wait()
+
+    def _sync(self) -> None:
+        catalog = self._catalog
+        self._desk.retry()
+        if self._desk.forgotten_count < self._hidden_until:
+            raise BackendError(
+                f"secondary {self._config.name!r}: its catalog has not recorded a reset: "
+                f"{self.failure}"
+            )
+        catalog.sync()
 
     def close(self, timeout_seconds: float | None = None) -> None:
         """Finish the queue, sync the catalog to the device, stop the threads; idempotent.
@@ -489,7 +506,7 @@ class SecondaryTier:
             self._mailbox.offer(advice, _ADVICE_WAITING_MAX)
 
 
-def _nothing() -> None:
+def _nothing(*_: object) -> None:
     pass
 
 
