@@ -187,6 +187,7 @@ class LmdbEnv:
         map_bytes: int,
         readahead: bool = False,
         sealed: bool = False,
+        durable: bool = False,
         tier: Path | None = None,
         wait_seconds_max: float = _OPENING_SECONDS_MAX,
         writer_seconds_max: float = _WRITER_SECONDS_MAX,
@@ -203,9 +204,11 @@ class LmdbEnv:
 
         `map_bytes` bounds the data file for good, or grows to its present size. It is halved as
         long as the process may not have so many addresses. Of several openers in one process the
-        first decides. Nothing is flushed but by `sync`. `readahead`
-        is for large values: without it the kernel reads them page by page. `system` is told of the
-        points of its use. `writer_seconds_max` bounds how long `write` waits for other writers.
+        first decides. Nothing is flushed but by `sync`, so that a power cut may leave anything;
+        with `durable` each commit flushes what it wrote before it names it, and a power cut undoes
+        the last one at most, but for what `sync` has flushed. `readahead` is for large values:
+        without it the kernel reads them page by page. `system` is told of the points of its use.
+        `writer_seconds_max` bounds how long `write` waits for other writers.
 
         Raises:
             BackendBusyError: another process or thread keeps it from being opened for longer than
@@ -230,6 +233,7 @@ class LmdbEnv:
                         files,
                         map_bytes,
                         readahead=readahead,
+                        durable=durable,
                         wait_seconds_max=wait_seconds_max,
                         system=system,
                     )
@@ -458,6 +462,7 @@ def _open_env(
     map_bytes: int,
     *,
     readahead: bool,
+    durable: bool,
     wait_seconds_max: float,
     system: SystemCalls,
 ) -> tuple[lmdb.Environment, lmdb_file.Admission]:
@@ -468,7 +473,7 @@ def _open_env(
             )
             system.reach(DatabasePoint.OPEN)
             try:
-                return _open_library(directory, map_bytes, readahead=readahead), admission
+                env = _open_library(directory, map_bytes, readahead=readahead, durable=durable)
             except lmdb.Error as error:
                 refusal = translate(error, directory.path)
                 if not isinstance(refusal, BackendCorruptError):
@@ -482,7 +487,9 @@ def _open_env(
                     raise BackendCorruptError(
                         f"{refusal}, once the process that has it open has ended"
                     ) from error
-            return _open_library(directory, map_bytes, readahead=readahead), anew
+                admission = anew
+                env = _open_library(directory, map_bytes, readahead=readahead, durable=durable)
+            return env, admission
     except lmdb.Error as error:
         raise translate(error, directory.path) from error
     except OSError as error:
@@ -491,9 +498,11 @@ def _open_env(
         raise _no_memory(error, directory.path) from error
 
 
-def _open_library(directory: Directory, map_bytes: int, *, readahead: bool) -> lmdb.Environment:
+def _open_library(
+    directory: Directory, map_bytes: int, *, readahead: bool, durable: bool
+) -> lmdb.Environment:
     """Open the environment, and read once: that takes the byte of our process id."""
-    env = _open_mapped(directory, map_bytes, readahead=readahead)
+    env = _open_mapped(directory, map_bytes, readahead=readahead, durable=durable)
     try:
         if _has_readers(env, os.getpid()):
             # Of a killed process with our process id: a container starts its processes with the
@@ -502,7 +511,7 @@ def _open_library(directory: Directory, map_bytes: int, *, readahead: bool) -> l
             with env.begin():
                 pass
             env.close()
-            env = _open_mapped(directory, map_bytes, readahead=readahead)
+            env = _open_mapped(directory, map_bytes, readahead=readahead, durable=durable)
         env.reader_check()
         with env.begin():
             pass
@@ -512,7 +521,9 @@ def _open_library(directory: Directory, map_bytes: int, *, readahead: bool) -> l
     return env
 
 
-def _open_mapped(directory: Directory, map_bytes: int, *, readahead: bool) -> lmdb.Environment:
+def _open_mapped(
+    directory: Directory, map_bytes: int, *, readahead: bool, durable: bool
+) -> lmdb.Environment:
     path = _path_of(directory)
     while True:
         try:
@@ -522,8 +533,8 @@ def _open_mapped(directory: Directory, map_bytes: int, *, readahead: bool) -> lm
                 max_dbs=_DATABASES_MAX,
                 max_readers=_READERS_MAX,
                 mode=_FILE_MODE,
-                sync=False,
-                metasync=False,
+                sync=durable,
+                metasync=False,  # a lost meta page names an older state, which is whole
                 readahead=readahead,
                 meminit=True,  # or what the heap held, keys and prompts, would come to the disk
             )

@@ -104,6 +104,7 @@ class LmdbBackend:
                     self._directory,
                     map_bytes=self._map_bytes,
                     readahead=True,
+                    durable=self._durable,
                     tier=self._tier,
                     system=self._system,
                 )

@@ -38,11 +38,13 @@ from tierstore.tier.catalog_opening import (
     enter_owner,
     enter_state,
     enter_units,
+    is_of_another_boot,
     require_version,
 )
 from tierstore.tier.catalog_schema import Databases, StateRow
 from tierstore.tier.catalog_txn import CatalogTxn
 from tierstore.tier.floors import Floors
+from tierstore.tier.lost_releases import repeat_lost_releases
 from tierstore.tier.owners import OwnerLock, is_owner_dead
 from tierstore.tier.space import Space
 from tierstore.transfer import Place
@@ -158,6 +160,7 @@ class Catalog:
             config.path / "catalog",
             map_bytes=_MAP_BYTES,
             sealed=True,
+            durable=config.io.durable,
             tier=config.path,
             system=system,
         )
@@ -170,13 +173,25 @@ class Catalog:
             segments = stored_segments(config, geometry) if is_file else {}
             foreign = foreign_content(config, rank_count=geometry.rank_count)
             with env.write() as txn:
-                is_suspect = env.admission.is_suspect
+                is_suspect = env.admission.is_suspect or is_of_another_boot(
+                    txn, databases, env.admission, system.boot_id()
+                )
                 require_version(txn, databases, config, is_suspect=is_suspect)
                 units = enter_units(txn, databases, units, is_certain=is_certain)
                 geometry = SpaceGeometry.of(config, manifest, rank_count, units)
                 if is_suspect:
                     _verify_rows(txn, databases, geometry)
                 state = enter_state(txn, databases, config, geometry, segments)
+                if is_file and env.admission.is_alone:
+                    repeat_lost_releases(
+                        txn,
+                        databases,
+                        config,
+                        geometry,
+                        segments,
+                        catalog_pages=env.used_bytes() // PAGE_BYTES,
+                        system=system,
+                    )
                 _refuse(foreign)
                 is_foreign = enter_manifest(txn, databases, config, manifest)
                 owner_lock = enter_owner(txn, databases, config, manifest, state)
