@@ -6,7 +6,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from typing import Self, TypeVar
+from typing import Self
 
 from tierstore.bounded_log import bounded
 from tierstore.clock import MonotonicClock
@@ -19,7 +19,7 @@ from tierstore.key import OffloadKey
 from tierstore.manifest import Manifest
 from tierstore.system import SystemCalls
 from tierstore.tier.catalog import Catalog, SecondaryStats
-from tierstore.tier.catalog_desk import CatalogDesk, CatalogEnd, CatalogTask, DeskItem
+from tierstore.tier.catalog_desk import CatalogDesk, CatalogEnd, DeskItem
 from tierstore.tier.catalog_keeper import CatalogKeeper, CatalogNews, KeeperPace, OpenCatalog
 from tierstore.tier.catalog_messages import (
     BeginEpoch,
@@ -46,13 +46,9 @@ __all__ = ["OPEN_SECONDS_MAX", "SecondaryTier"]
 
 _logger = bounded(logging.getLogger(__name__))
 
-Answer = TypeVar("Answer")
-
 OPEN_SECONDS_MAX = 10.0
 """Who opens a tier waits so long for its device; then it is opened in the background."""
 _CLOSE_SECONDS = 30.0
-_READ_SECONDS_MIN = 30.0
-"""What reads all rows is waited for so long at least."""
 _ADVICE_WAITING_MAX = 1024
 """A catalog that is slower than its callers hears no more of uses and of worthless records."""
 _TOUCH_SECONDS = 0.1
@@ -410,7 +406,7 @@ class SecondaryTier:
             CatalogError: the catalog is damaged.
         """
         with suppress(_NotOpenError):
-            return self._read(Catalog.stats)
+            return self._catalog.stats()
         return SecondaryStats(
             record_count=0,
             payload_bytes=0,
@@ -426,20 +422,9 @@ class SecondaryTier:
         A tier that cannot be verified is none that is sound.
         """
         try:
-            return self._read(Catalog.check)
+            return self._catalog.check()
         except (BackendError, CatalogError, ClosedError) as error:
             return [str(error)]
-
-    def _read(self, call: Callable[[Catalog], Answer]) -> Answer:
-        """Read in the thread for that, for a bounded time."""
-        if not self.is_stuck:
-            reading = self._reads.ask(lambda: call(self._catalog))
-            # All rows of a large catalog may have to be read.
-            if self._reads.wait(reading, max(self._patience_seconds, _READ_SECONDS_MIN)):
-                return reading.answer()
-        raise BackendError(
-            f"secondary {self._config.name!r}: its catalog does not answer; its device hangs"
-        )
 
     def sync(self) -> None:
         """Flush the catalog to the device; for a thread that may wait.
@@ -447,13 +432,10 @@ class SecondaryTier:
         Raises:
             BackendError: the device refused, or there is no catalog.
         """
-        # In the writer's thread, so that nobody closes the catalog meanwhile.
-        task = CatalogTask(lambda: self._catalog.sync())  # noqa: PLW0108 - the catalog of then
         try:
-            self._mailbox.put(task)
+            self._catalog.sync()
         except ClosedError as error:
             raise BackendError(f"secondary {self._config.name!r}: is closed") from error
-        task.wait()
 
     def close(self, timeout_seconds: float | None = None) -> None:
         """Finish the queue, sync the catalog to the device, stop the threads; idempotent.
