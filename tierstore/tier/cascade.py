@@ -99,8 +99,10 @@ class Cascade:
 
     @property
     def is_retrying(self) -> bool:
-        """Whether chunks whose demote failed wait to be asked for again."""
-        return self._failures.is_retrying
+        """Whether chunks whose demote failed are asked for again, or will be by themselves soon."""
+        if not self._failures or not self.health.may_write_soon:
+            return False
+        return self._failures.is_retrying or self._is_back() or not self.health.is_writable
 
     @property
     def newest_ticket(self) -> int:
