@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from tierstore.backend.late import LateBackend
 from tierstore.backend.opening import BackendOpener
 from tierstore.config import SecondaryConfig
-from tierstore.errors import ConfigError, MissingExtraError
 from tierstore.executor.progress import ReadGate, TierProgress
 from tierstore.io_pool import IoPool
 from tierstore.manifest import Manifest
@@ -94,13 +93,13 @@ class _FirstOpening:
 
     def __init__(self, late: LateBackend) -> None:
         self._late = late
-        self._error: ConfigError | MissingExtraError | None = None
+        self._error: Exception | None = None
         self._is_over = threading.Event()
 
     def run(self) -> None:
         try:
             self._late.open()
-        except (ConfigError, MissingExtraError) as error:
+        except Exception as error:  # noqa: BLE001 - raised where the tier is opened
             self._error = error
         finally:
             self._is_over.set()
