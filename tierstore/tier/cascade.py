@@ -422,13 +422,9 @@ class Cascade:
         self._secondary.commit(writing.ticket, tuple(done.failed))
         written = len(keys)
         self.health.note_moved()
-        name = self._config.name
-        self._counters.add(Metric.DEMOTED_CHUNKS, written, label=name)
-        self._counters.add(
-            Metric.DEMOTED_BYTES,
-            written * self._groups[writing.group_idx].chunk_bytes,
-            label=name,
-        )
+        chunk_bytes = self._groups[writing.group_idx].chunk_bytes
+        self._counters.add(Metric.DEMOTED_CHUNKS, written, label=self.name)
+        self._counters.add(Metric.DEMOTED_BYTES, written * chunk_bytes, label=self.name)
         for index, reason in done.failed.items():
             self._note_refused([writing.keys[index]], reason)
         crowded = [i for i, reason in done.failed.items() if reason is FailureReason.CROWDED]
@@ -438,7 +434,6 @@ class Cascade:
             is_trial = writing.ticket >= self._trial_ticket
             self.health.note_refused(_worst(done.failed.values()), is_trial=is_trial)
         if crowded:
-            chunk_bytes = self._groups[writing.group_idx].chunk_bytes
             if self._crowding.make_way(len(crowded), chunk_bytes):
                 self._failures.retry([writing.keys[i] for i in crowded])
         elif not done.failed:
