@@ -213,8 +213,7 @@ class _RecordingSystem(SystemCalls):
 
     def _below_root(self, path: Path) -> str:
         """Return its name; nothing of a file without one, which no crash leaves."""
-        is_left_out = path.name.startswith(".probe") or path.name in _OMITTED
-        is_left_out |= path.name.endswith(" (deleted)")
+        is_left_out = path.name.endswith(" (deleted)") or path.name in _OMITTED
         if is_left_out or not path.is_relative_to(self._root):
             return ""
         return os.fspath(path.relative_to(self._root))

@@ -99,8 +99,10 @@ class Cascade:
 
     @property
     def is_retrying(self) -> bool:
-        """Whether chunks whose demote failed wait to be asked for again."""
-        return self._failures.is_retrying
+        """Whether chunks whose demote failed are asked for again, or will be by themselves soon."""
+        if not self._failures or not self.health.may_write_soon:
+            return False
+        return self._failures.is_retrying or self._is_back() or not self.health.is_writable
 
     @property
     def newest_ticket(self) -> int:
@@ -420,13 +422,9 @@ class Cascade:
         self._secondary.commit(writing.ticket, tuple(done.failed))
         written = len(keys)
         self.health.note_moved()
-        name = self._config.name
-        self._counters.add(Metric.DEMOTED_CHUNKS, written, label=name)
-        self._counters.add(
-            Metric.DEMOTED_BYTES,
-            written * self._groups[writing.group_idx].chunk_bytes,
-            label=name,
-        )
+        chunk_bytes = self._groups[writing.group_idx].chunk_bytes
+        self._counters.add(Metric.DEMOTED_CHUNKS, written, label=self.name)
+        self._counters.add(Metric.DEMOTED_BYTES, written * chunk_bytes, label=self.name)
         for index, reason in done.failed.items():
             self._note_refused([writing.keys[index]], reason)
         crowded = [i for i, reason in done.failed.items() if reason is FailureReason.CROWDED]
@@ -436,7 +434,6 @@ class Cascade:
             is_trial = writing.ticket >= self._trial_ticket
             self.health.note_refused(_worst(done.failed.values()), is_trial=is_trial)
         if crowded:
-            chunk_bytes = self._groups[writing.group_idx].chunk_bytes
             if self._crowding.make_way(len(crowded), chunk_bytes):
                 self._failures.retry([writing.keys[i] for i in crowded])
         elif not done.failed:

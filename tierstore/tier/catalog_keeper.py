@@ -188,7 +188,7 @@ class CatalogKeeper:
         except TierStoreError as failure:
             error = failure
         except (OSError, MemoryError) as failure:
-            error = BackendError(f"{self._path}: {failure or 'no memory left'}")
+            error = BackendError(f"{self._path}: {failure or 'no memory'}")
             error.__cause__ = failure
         if error is None:
             self._take(opened)

@@ -26,7 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.errors import CatalogDamagedError
-from tierstore.lmdb_env import Database, LmdbEnv
+from tierstore.lmdb_env import LmdbEnv
+from tierstore.lmdb_library import Database
 from tierstore.record import PLACE_DTYPE
 
 __all__ = [

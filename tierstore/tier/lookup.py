@@ -96,21 +96,25 @@ class Lookups:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether a lookup hangs in its device: nothing is found meanwhile."""
-        return self._reads.is_stuck(STEP_SECONDS_MAX)
+        """Whether a lookup has hung in its device for as long as `places` waits."""
+        return self._reads.is_stuck(self._places_seconds_max)
+
+    def _is_slow(self) -> bool:
+        """Return whether a lookup takes longer than a step may: nothing is found meanwhile."""
+        return self._reads.is_stuck(min(STEP_SECONDS_MAX, self._places_seconds_max))
 
     def states(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
         """Return of each key whether it is recorded, absent, or (arriving) being looked up."""
         known, asked = self._known(keys)
         unknown = asked
-        if asked and not self.is_stuck:
+        if asked and not self._is_slow():
             waits_long = self._waits_long(asked)
             self._ask(asked)
             if len(asked) <= ASKED_AT_ONCE_MAX or waits_long:
                 self._wait()
                 known, unknown = self._known(keys)
         missing = ChunkState.ARRIVING
-        if unknown and self.is_stuck:
+        if unknown and self._is_slow():
             missing = ChunkState.ABSENT
             self._on_hidden(unknown, FailureReason.STALLED)
         if len(asked) <= ASKED_AT_ONCE_MAX:
@@ -128,7 +132,7 @@ class Lookups:
         return [known.get(key) for key in keys]
 
     def _look_up(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
-        if not self._reads.is_stuck(self._places_seconds_max):
+        if not self.is_stuck:
             reading = self._reads.ask(partial(self._locate, tuple(keys)))
             seconds = max(self._places_seconds_max, _TURN_SECONDS_MAX)
             if self._reads.wait(reading, seconds, self._places_seconds_max):

@@ -3,10 +3,10 @@
 import logging
 import math
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from typing import Self, TypeVar
+from typing import Self
 
 from tierstore.bounded_log import bounded
 from tierstore.clock import MonotonicClock
@@ -19,7 +19,7 @@ from tierstore.key import OffloadKey
 from tierstore.manifest import Manifest
 from tierstore.system import SystemCalls
 from tierstore.tier.catalog import Catalog, SecondaryStats
-from tierstore.tier.catalog_desk import CatalogDesk, CatalogEnd, CatalogTask, DeskItem
+from tierstore.tier.catalog_desk import CatalogDesk, CatalogEnd, DeskItem
 from tierstore.tier.catalog_keeper import CatalogKeeper, CatalogNews, KeeperPace, OpenCatalog
 from tierstore.tier.catalog_messages import (
     BeginEpoch,
@@ -35,6 +35,7 @@ from tierstore.tier.catalog_messages import (
     SecondaryEvent,
     SweepGarbage,
     TouchKeys,
+    take_all,
 )
 from tierstore.tier.catalog_reads import CatalogReads
 from tierstore.tier.catalog_writer import CatalogWriter
@@ -46,13 +47,9 @@ __all__ = ["OPEN_SECONDS_MAX", "SecondaryTier"]
 
 _logger = bounded(logging.getLogger(__name__))
 
-Answer = TypeVar("Answer")
-
 OPEN_SECONDS_MAX = 10.0
 """Who opens a tier waits so long for its device; then it is opened in the background."""
 _CLOSE_SECONDS = 30.0
-_READ_SECONDS_MIN = 30.0
-"""What reads all rows is waited for so long at least."""
 _ADVICE_WAITING_MAX = 1024
 """A catalog that is slower than its callers hears no more of uses and of worthless records."""
 _TOUCH_SECONDS = 0.1
@@ -370,10 +367,10 @@ class SecondaryTier:
         if self._touched and self._clock.seconds() - self._touched_at > _TOUCH_SECONDS:
             self._put_touched()
         self._serve()
-        polled = _pop_all(self._desk.answers)
+        polled = take_all(self._desk.answers)
         served = self._served
         if served is not None:
-            polled += _pop_all(served.writer.events)
+            polled += take_all(served.writer.events)
         for event in polled:
             if isinstance(event, Freed):
                 self._lookups.forget(event.evicted)
@@ -417,7 +414,7 @@ class SecondaryTier:
             CatalogError: the catalog is damaged.
         """
         with suppress(_NotOpenError):
-            return self._read(Catalog.stats)
+            return self._catalog.stats()
         return SecondaryStats(
             record_count=0,
             payload_bytes=0,
@@ -433,20 +430,9 @@ class SecondaryTier:
         A tier that cannot be verified is none that is sound.
         """
         try:
-            return self._read(Catalog.check)
+            return self._catalog.check()
         except (BackendError, CatalogError, ClosedError) as error:
             return [str(error)]
-
-    def _read(self, call: Callable[[Catalog], Answer]) -> Answer:
-        """Read in the thread for that, for a bounded time."""
-        if not self.is_stuck:
-            reading = self._reads.ask(lambda: call(self._catalog))
-            # All rows of a large catalog may have to be read.
-            if self._reads.wait(reading, max(self._patience_seconds, _READ_SECONDS_MIN)):
-                return reading.answer()
-        raise BackendError(
-            f"secondary {self._config.name!r}: its catalog does not answer; its device hangs"
-        )
 
     def sync(self) -> None:
         """Flush the catalog to the device; for a thread that may wait.
@@ -454,23 +440,24 @@ class SecondaryTier:
         Raises:
             BackendError: the device refused, there is no catalog, or it has not done a reset yet.
         """
-        # In the writer's thread, so that nobody closes the catalog meanwhile.
-        task = CatalogTask(self._sync)
+        self._require_reset()
         try:
-            self._mailbox.put(task)
+            self._catalog.sync()
         except ClosedError as error:
             raise BackendError(f"secondary {self._config.name!r}: is closed") from error
-        task.wait()
 
-    def _sync(self) -> None:
-        catalog = self._catalog
-        self._desk.retry()
+    def _require_reset(self) -> None:
+        """Try a reset once more that a failing catalog has not done."""
+        if self._desk.forgotten_count >= self._hidden_until:
+            return
+        with suppress(ClosedError):
+            self._mailbox.put(Evict())  # whatever comes, what has failed is tried before it
+            self._mailbox.wait_idle(self._patience_seconds)
         if self._desk.forgotten_count < self._hidden_until:
             raise BackendError(
                 f"secondary {self._config.name!r}: its catalog has not recorded a reset: "
-                f"{self.failure}"
+                f"{self.complaint or self.failure}"
             )
-        catalog.sync()
 
     def close(self, timeout_seconds: float | None = None) -> None:
         """Finish the queue, sync the catalog to the device, stop the threads; idempotent.
@@ -508,12 +495,3 @@ class SecondaryTier:
 
 def _nothing(*_: object) -> None:
     pass
-
-
-def _pop_all(events: deque[SecondaryEvent]) -> list[SecondaryEvent]:
-    """Take what is there; another thread may take it, too."""
-    taken: list[SecondaryEvent] = []
-    with suppress(IndexError):
-        while True:
-            taken.append(events.popleft())
-    return taken
