@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import random
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -80,8 +81,9 @@ class LongRun:
     seconds: float = 0
     stall_seconds: float = 0
     """The longest time that any call took."""
-    resident_bytes: list[int] = field(default_factory=list)
-    """Of the process, at equal distances after the beginning; its descriptors and threads below."""
+    memory_bytes: list[int] = field(default_factory=list)
+    """Of the process, without mapped files, at equal distances after the beginning; its descriptors
+    and threads below."""
     descriptors: list[int] = field(default_factory=list)
     threads: list[int] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -176,8 +178,9 @@ def _is_flushed(store: TierStore) -> bool:
 
 
 def _note(seen: LongRun) -> None:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    seen.resident_bytes.append(pages * os.sysconf("SC_PAGE_SIZE"))
+    status = Path("/proc/self/status").read_text()
+    (kilobytes,) = re.findall(r"RssAnon:\s+(\d+) kB", status)
+    seen.memory_bytes.append(int(kilobytes) << 10)
     seen.descriptors.append(len(os.listdir("/proc/self/fd")))  # noqa: PTH208 - names alone
     seen.threads.append(threading.active_count())
 
