@@ -25,12 +25,15 @@ class Device(SystemCalls):
         self._points = points
         self._code = code
         self._is_mended = threading.Event()
+        self.wait_count = 0
+        """Calls that hung, or hang."""
 
     def reach(self, point: DatabasePoint) -> None:
         if point not in self._points or self._is_mended.is_set():
             return
         if self._code is not None:
             raise OSError(self._code, os.strerror(self._code))
+        self.wait_count += 1
         assert self._is_mended.wait(300)
 
     def mend(self) -> None:
@@ -181,3 +184,38 @@ def test_a_step_waits_for_a_lookup_that_hangs_once_and_not_for_long(tmp_path):
         assert {state.name for state in good.states(keys)} <= {"RECORDED", "ARRIVING"}
         device.mend()
         assert within_seconds(lambda: {state.name for state in bad.states(keys)} == {"RECORDED"})
+
+
+CALLS = {
+    "get": lambda store: CHUNKS.found(store, range(16)),
+    "match_prefix": lambda store: store.match_prefix(CHUNKS.keys(range(16))),
+}
+
+
+@BACKENDS
+@pytest.mark.parametrize("call", CALLS)
+def test_memory_is_hit_while_another_call_waits_for_a_lookup_that_hangs(tmp_path, backend, call):
+    device = Device(DatabasePoint.READ)
+    device.mend()
+    config = config_of(tmp_path, backend=backend, primary="1MiB", io={"deadline": "20s"})
+    with TierStore.open(config, CHUNKS.manifest) as store:
+        CHUNKS.put(store, range(16))
+        store.flush()
+    resident = range(100, 116)
+    with TierStore.open(
+        config, CHUNKS.manifest, open_system=lambda _: device, patience=PATIENCE
+    ) as store:
+        CHUNKS.put(store, resident)
+        store.flush()
+        device.spoil()
+        waiting = threading.Thread(target=CALLS[call], args=[store], daemon=True)
+        waiting.start()
+        assert within_seconds(lambda: device.wait_count > 0)
+        for _ in range(10):
+            assert CHUNKS.found(store, resident) == list(resident)
+            assert store.match_prefix(CHUNKS.keys(resident)).chunk_count == len(resident)
+        assert CHUNKS.put(store, range(200, 216)) == 16
+        assert waiting.is_alive(), "memory was hit only after the lookup had been waited for"
+        device.mend()
+        waiting.join(300)
+        assert CHUNKS.found(store, range(16)) == list(range(16))

@@ -85,6 +85,11 @@ class ReadableRecords:
         places = dict(zip(asked, self._secondary.locate(asked), strict=True)) if asked else {}
         return [places.get(key) for key in keys]
 
+    def look_ahead(self, keys: Sequence[OffloadKey]) -> Callable[[], None] | None:
+        """Do as `SecondaryTier.look_ahead`, for what `locate` would ask for."""
+        asked = self._askable(keys)
+        return self._secondary.look_ahead(asked) if asked else None
+
     def states(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
         """Do as `SecondaryTier.states`; absent is also what cannot be read now."""
         asked = self._askable(keys)

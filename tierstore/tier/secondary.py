@@ -255,6 +255,10 @@ class SecondaryTier:
             return [None] * len(keys)
         return self._lookups.places(keys)
 
+    def look_ahead(self, keys: Sequence[OffloadKey]) -> Callable[[], None] | None:
+        """Begin to look up what `locate` is asked for next (`Lookups.look_ahead`)."""
+        return self._lookups.look_ahead(keys) if self.is_open else None
+
     def states(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
         """Return of each key whether it is recorded, absent, or (arriving) being looked up still.
 
