@@ -249,13 +249,14 @@ class Cascade:
                 )
                 self.on_erased(event.evicted)
                 self._releases.add(event)
+        # Before what waits for their bytes is asked for again.
+        commands += self._releases.commands(new_job_id)
         if self.health.allows_write_trial or (self.health.is_write_failing and not self._demotes):
             self._failures.begin_trial(TRIAL_CHUNKS)
         elif self.health.has_stalled and not self._demotes and self.health.is_writable:
             self.health.has_stalled = False
             self._failures.retry_unasked()
         self._retry_failed()
-        commands += self._releases.commands(new_job_id)
         self.health.look(
             is_writing=self._demotes.is_writing or self._releases.is_under_way,
             is_waiting=self._demotes.is_waiting,
