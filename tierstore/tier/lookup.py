@@ -18,7 +18,7 @@ from tierstore.tier.catalog_reads import CatalogReads, Reading
 from tierstore.tier.reservation import ChunkState
 from tierstore.transfer import FailureReason, Place
 
-__all__ = ["ASKED_AT_ONCE_MAX", "STEP_SECONDS_MAX", "Lookups"]
+__all__ = ["ASKED_AT_ONCE_MAX", "STEP_SECONDS_MAX", "Hidden", "Lookups"]
 
 ASKED_AT_ONCE_MAX = 16
 """Keys for which a step waits; about 2 us each, and 50 us for the thread."""
@@ -68,20 +68,13 @@ class Lookups:
     same can happen between any lookup and the read.
     """
 
-    def __init__(
-        self,
-        locate: Locate,
-        reads: CatalogReads,
-        *,
-        places_seconds_max: float,
-        on_hidden: Hidden = _nothing,
-    ) -> None:
+    def __init__(self, locate: Locate, reads: CatalogReads, *, places_seconds_max: float) -> None:
         """`locate` looks keys up, or raises an error of ours; the thread of `reads` calls it.
 
         `places_seconds_max` bounds for how long `places` waits for a lookup without progress.
-        `on_hidden` is told of keys that are said absent because nobody could look them up.
         """
-        self._on_hidden = on_hidden
+        self.on_hidden: Hidden = _nothing
+        """Called with keys that are said absent because nobody could look them up."""
         self._locate = locate
         self._reads = reads
         self._places_seconds_max = places_seconds_max
@@ -121,7 +114,7 @@ class Lookups:
         missing = ChunkState.ARRIVING
         if unknown and self._is_slow():
             missing = ChunkState.ABSENT
-            self._on_hidden(unknown, FailureReason.STALLED)
+            self.on_hidden(unknown, FailureReason.STALLED)
         if len(asked) <= ASKED_AT_ONCE_MAX:
             self.forget(asked)  # they are asked for again as easily, and then it is not outdated
         return [_state(known[key]) if key in known else missing for key in keys]
@@ -157,7 +150,7 @@ class Lookups:
             self._wait_for_places(reading)
             if reading.is_done:
                 return self._answer(reading, keys)
-        self._on_hidden(keys, FailureReason.STALLED)
+        self.on_hidden(keys, FailureReason.STALLED)
         return [None] * len(keys)
 
     def _answer(
@@ -166,7 +159,7 @@ class Lookups:
         try:
             return reading.answer()
         except (BackendError, CatalogError, ClosedError):
-            self._on_hidden(keys, FailureReason.IO_ERROR)
+            self.on_hidden(keys, FailureReason.IO_ERROR)
             return [None] * len(keys)
 
     def forget(self, keys: Iterable[OffloadKey]) -> None:
@@ -217,7 +210,7 @@ class Lookups:
                 places = self._answer(question.reading, question.keys)
                 self._ahead.update(zip(question.keys, places, strict=True))
         known.update((key, self._ahead.pop(key)) for key in unknown if key in self._ahead)
-        self._on_hidden([key for key in unknown if key in late], FailureReason.STALLED)
+        self.on_hidden([key for key in unknown if key in late], FailureReason.STALLED)
         return [key for key in unknown if key not in known and key not in late]
 
     def _wait_for_places(self, reading: Reading[list[Place | None]]) -> None:

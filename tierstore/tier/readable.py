@@ -56,6 +56,7 @@ class ReadableRecords:
         clock: Clock,
         hung_bytes_max: int,
         on_removed: Callable[[Sequence[OffloadKey]], None],
+        *,
         counters: Counters,
     ) -> None:
         """Share the tier; beyond `hung_bytes_max` of slots held by hung reads it is not asked.
@@ -63,7 +64,7 @@ class ReadableRecords:
         `on_removed` is told of records that are removed because they cannot be read.
         """
         self._secondary = secondary
-        secondary.on_hidden = self._count_hidden
+        secondary.tell_of_hidden(self._count_hidden)
         self._counters = counters
         self._counted: set[OffloadKey] = set()
         """Chunks that nobody could look up, and that were counted as missed."""
@@ -196,7 +197,7 @@ class ReadableRecords:
         return askable
 
     def _count_hidden(self, keys: Sequence[OffloadKey], reason: FailureReason) -> None:
-        """Count chunks that the tier may have, and nobody can look up: once, however often asked."""
+        """Count chunks that the tier may have, and nobody can look up, each of them once."""
         fresh = set(keys).difference(self._counted)
         if fresh:
             self._counters.add(Metric.MISSES, len(fresh), label=reason.value)

@@ -39,7 +39,7 @@ from tierstore.tier.catalog_messages import (
 )
 from tierstore.tier.catalog_reads import CatalogReads
 from tierstore.tier.catalog_writer import CatalogWriter
-from tierstore.tier.lookup import Lookups
+from tierstore.tier.lookup import Hidden, Lookups
 from tierstore.tier.reservation import ChunkState
 from tierstore.transfer import FailureReason, Place
 
@@ -105,13 +105,11 @@ class SecondaryTier:
         self._name = name = f"{tier_idx}-{config.name}"
         self._pins: Counter[OffloadKey] = Counter()
         self._clock = MonotonicClock()
-        self._patience_seconds = config.io.deadline_seconds
         self._reads = CatalogReads(f"lookup-{name}")
         self._lookups = Lookups(
             self._look_up,
             self._reads,
-            places_seconds_max=lookup_seconds_max or self._patience_seconds,
-            on_hidden=lambda keys, reason: self.on_hidden(keys, reason),
+            places_seconds_max=lookup_seconds_max or config.io.deadline_seconds,
         )
         if pace is None:
             # Each search of an lmdb tier opens its databases, and what is in them is bounded.
@@ -123,8 +121,6 @@ class SecondaryTier:
         self._on_opened = on_opened
         self.on_anew: Callable[[], None] = _nothing
         """Called by `poll` and `wait` when the catalog was lost, and another one is in use."""
-        self.on_hidden: Callable[[Sequence[OffloadKey], FailureReason], None] = _nothing
-        """Called by `locate` and `states` with keys that nobody could look up."""
         self._served: OpenCatalog | None = None
         """Whose answers `poll` returns: what it is asked for comes from this one."""
         self._owner = 0
@@ -254,6 +250,10 @@ class SecondaryTier:
         if not self.is_open or self._desk.forgotten_count < self._hidden_until:
             return [None] * len(keys)
         return self._lookups.places(keys)
+
+    def tell_of_hidden(self, listener: Hidden) -> None:
+        """Call `listener` with the keys that `locate` and `states` could not look up."""
+        self._lookups.on_hidden = listener
 
     def look_ahead(self, keys: Sequence[OffloadKey]) -> Callable[[], None] | None:
         """Begin to look up what `locate` is asked for next (`Lookups.look_ahead`)."""
@@ -419,14 +419,7 @@ class SecondaryTier:
         """
         with suppress(_NotOpenError):
             return self._catalog.stats()
-        return SecondaryStats(
-            record_count=0,
-            payload_bytes=0,
-            charged_bytes=0,
-            capacity_bytes=self._config.capacity_bytes,
-            evicted_count=0,
-            is_open=False,
-        )
+        return SecondaryStats.unknown(self._config.capacity_bytes)
 
     def check(self) -> list[str]:
         """Verify the catalog's invariants; return the violations in words (empty: sound).
@@ -456,7 +449,7 @@ class SecondaryTier:
             return
         with suppress(ClosedError):
             self._mailbox.put(Evict())  # whatever comes, what has failed is tried before it
-            self._mailbox.wait_idle(self._patience_seconds)
+            self._mailbox.wait_idle(self._config.io.deadline_seconds)
         if self._desk.forgotten_count < self._hidden_until:
             raise BackendError(
                 f"secondary {self._config.name!r}: its catalog has not recorded a reset: "
