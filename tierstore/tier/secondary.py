@@ -41,7 +41,7 @@ from tierstore.tier.catalog_reads import CatalogReads
 from tierstore.tier.catalog_writer import CatalogWriter
 from tierstore.tier.lookup import Hidden, Lookups
 from tierstore.tier.reservation import ChunkState
-from tierstore.transfer import FailureReason, Place
+from tierstore.transfer import Place
 
 __all__ = ["OPEN_SECONDS_MAX", "SecondaryTier"]
 
