@@ -111,7 +111,7 @@ class SecondaryTier:
             self._look_up,
             self._reads,
             places_seconds_max=lookup_seconds_max or self._patience_seconds,
-            on_hidden=lambda keys, reason: self.on_hidden(keys, reason),
+            on_hidden=self._hide,
         )
         if pace is None:
             # Each search of an lmdb tier opens its databases, and what is in them is bounded.
@@ -285,6 +285,9 @@ class SecondaryTier:
                 self._is_failing = True
                 _logger.warning("locate failed: tier=%s cause=%s", self._name, error)
             raise
+
+    def _hide(self, keys: Sequence[OffloadKey], reason: FailureReason) -> None:
+        self.on_hidden(keys, reason)
 
     def request_places(self, ticket: int, keys: Sequence[OffloadKey], payload_bytes: int) -> None:
         """Ask for one place per key, all of `payload_bytes`; answered by `Placed` or `Refused`.
