@@ -1,4 +1,4 @@
-"""The system has no memory left at any call to a device: an outage that passes, no dead call."""
+"""The system has no memory left at any call to a device: an outage that passes."""
 
 import itertools
 

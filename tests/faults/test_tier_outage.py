@@ -105,7 +105,7 @@ def test_a_tier_whose_device_hangs_when_it_is_opened_keeps_nobody(tmp_path):
 @pytest.mark.slow
 def test_a_store_closes_beside_a_device_that_hangs_when_it_is_opened(tmp_path, caplog):
     device = Device(DatabasePoint.OPEN)
-    patience = Patience(put_seconds=0.2, flush_seconds=0.2, close_seconds=0.5)
+    patience = Patience(put_seconds=0.2, flush_seconds=5, close_seconds=5)
     store = opened(two_tiers(tmp_path), device, patience)
     CHUNKS.put(store, range(16))
     store.close()

@@ -54,10 +54,10 @@ class ReadableRecords:
         secondary: SecondaryTier,
         health: TierHealth,
         clock: Clock,
+        counters: Counters,
+        *,
         hung_bytes_max: int,
         on_removed: Callable[[Sequence[OffloadKey]], None],
-        *,
-        counters: Counters,
     ) -> None:
         """Share the tier; beyond `hung_bytes_max` of slots held by hung reads it is not asked.
 
@@ -197,7 +197,7 @@ class ReadableRecords:
         return askable
 
     def _count_hidden(self, keys: Sequence[OffloadKey], reason: FailureReason) -> None:
-        """Count chunks that the tier may have, and nobody can look up, each of them once."""
+        """Count chunks that the tier may have, and nobody can look up: once for all questions."""
         fresh = set(keys).difference(self._counted)
         if fresh:
             self._counters.add(Metric.MISSES, len(fresh), label=reason.value)

@@ -80,7 +80,12 @@ class TierStack:
         self._doomed: set[OffloadKey] = set()
         records = [
             ReadableRecords(
-                tier, cascade.health, clock, bytes_max, cascade.on_erased, counters=counters
+                tier,
+                cascade.health,
+                clock,
+                counters,
+                hung_bytes_max=bytes_max,
+                on_removed=cascade.on_erased,
             )
             for tier, cascade, bytes_max in zip(secondaries, cascades, hung_bytes_max, strict=True)
         ]
