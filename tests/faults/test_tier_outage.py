@@ -186,36 +186,31 @@ def test_a_step_waits_for_a_lookup_that_hangs_once_and_not_for_long(tmp_path):
         assert within_seconds(lambda: {state.name for state in bad.states(keys)} == {"RECORDED"})
 
 
-CALLS = {
-    "get": lambda store: CHUNKS.found(store, range(16)),
-    "match_prefix": lambda store: store.match_prefix(CHUNKS.keys(range(16))),
-}
+@BACKENDS
+@pytest.mark.parametrize("cascade", ["write_through", "on_evict", "second_touch"])
+def test_what_waited_for_a_tier_that_opens_late_is_written_without_a_further_call(
+    tmp_path, backend, cascade
+):
+    device = Device(DatabasePoint.OPEN, code=errno.EIO)
+    config = two_tiers(tmp_path, backend)
+    config["secondary"][0]["cascade"] = cascade
+    with opened(config, device) as store:
+        for _ in range(2):  # `second_touch` wants to see them used
+            assert CHUNKS.put(store, range(16)) == 16
+        with pytest.raises(BackendError, match="16 chunks could not be written"):
+            store.flush()
+        device.mend()
+        assert within_seconds(lambda: store.stats().secondary["bad"].record_count == 16, 60)
 
 
 @BACKENDS
-@pytest.mark.parametrize("call", CALLS)
-def test_memory_is_hit_while_another_call_waits_for_a_lookup_that_hangs(tmp_path, backend, call):
-    device = Device(DatabasePoint.READ)
-    device.mend()
-    config = config_of(tmp_path, backend=backend, primary="1MiB", io={"deadline": "20s"})
-    with TierStore.open(config, CHUNKS.manifest) as store:
-        CHUNKS.put(store, range(16))
-        store.flush()
-    resident = range(100, 116)
-    with TierStore.open(
-        config, CHUNKS.manifest, open_system=lambda _: device, patience=PATIENCE
-    ) as store:
-        CHUNKS.put(store, resident)
-        store.flush()
-        device.spoil()
-        waiting = threading.Thread(target=CALLS[call], args=[store], daemon=True)
-        waiting.start()
-        assert within_seconds(lambda: device.wait_count > 0)
-        for _ in range(10):
-            assert CHUNKS.found(store, resident) == list(resident)
-            assert store.match_prefix(CHUNKS.keys(resident)).chunk_count == len(resident)
-        assert CHUNKS.put(store, range(200, 216)) == 16
-        assert waiting.is_alive(), "memory was hit only after the lookup had been waited for"
+def test_a_flush_names_why_a_tier_is_not_open(tmp_path, backend):
+    device = Device(DatabasePoint.OPEN, code=errno.EMFILE)
+    with opened(two_tiers(tmp_path, backend), device) as store:
+        assert CHUNKS.put(store, range(16)) == 16
+        why = r"tier bad: .*16 chunks.*Too many open files"
+        with pytest.raises(BackendError, match=why) as info:
+            store.flush()
+        assert " 0 chunks" not in str(info.value)
         device.mend()
-        waiting.join(300)
-        assert CHUNKS.found(store, range(16)) == list(range(16))
+        assert within_seconds(lambda: is_flushed(store), 60)
