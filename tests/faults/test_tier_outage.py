@@ -214,3 +214,38 @@ def test_a_flush_names_why_a_tier_is_not_open(tmp_path, backend):
         assert " 0 chunks" not in str(info.value)
         device.mend()
         assert within_seconds(lambda: is_flushed(store), 60)
+
+
+CALLS = {
+    "get": lambda store: CHUNKS.found(store, range(16)),
+    "match_prefix": lambda store: store.match_prefix(CHUNKS.keys(range(16))),
+}
+
+
+@BACKENDS
+@pytest.mark.parametrize("call", CALLS)
+def test_memory_is_hit_while_another_call_waits_for_a_lookup_that_hangs(tmp_path, backend, call):
+    device = Device(DatabasePoint.READ)
+    device.mend()
+    config = config_of(tmp_path, backend=backend, primary="1MiB", io={"deadline": "20s"})
+    with TierStore.open(config, CHUNKS.manifest) as store:
+        CHUNKS.put(store, range(16))
+        store.flush()
+    resident = range(100, 116)
+    with TierStore.open(
+        config, CHUNKS.manifest, open_system=lambda _: device, patience=PATIENCE
+    ) as store:
+        CHUNKS.put(store, resident)
+        store.flush()
+        device.spoil()
+        waiting = threading.Thread(target=CALLS[call], args=[store], daemon=True)
+        waiting.start()
+        assert within_seconds(lambda: device.wait_count > 0)
+        for _ in range(10):
+            assert CHUNKS.found(store, resident) == list(resident)
+            assert store.match_prefix(CHUNKS.keys(resident)).chunk_count == len(resident)
+        assert CHUNKS.put(store, range(200, 216)) == 16
+        assert waiting.is_alive(), "memory was hit only after the lookup had been waited for"
+        device.mend()
+        waiting.join(300)
+        assert CHUNKS.found(store, range(16)) == list(range(16))
