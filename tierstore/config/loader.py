@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from tierstore.config.model import SecondaryConfig, StoreConfig
 from tierstore.config.problems import problem_at, problems_of
 from tierstore.config.text_file import read_text
 from tierstore.errors import ConfigError
+from tierstore.io_pool import IoPool
 from tierstore.quoting import escaped, named, quoted
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ _SECONDARY_CAPACITY_BYTES_MIN = 8 << 20
 _RESERVED_TIER_NAME = "primary"
 """What logs and metrics call the tier in host memory."""
 _PATH_CHARS_MAX = 1_000
+_RESOLVE_SECONDS_MAX = 1.0
+"""For so long it is found out where the paths of tiers lead."""
 
 
 def load_config(source: str | os.PathLike[str] | Mapping[str, object]) -> StoreConfig:
@@ -157,7 +161,7 @@ def _impossible_keys(document: "Document") -> Iterator[str]:
 
 
 def _impossible_tiers(tiers: Sequence[SecondaryConfig]) -> Iterator[str]:
-    real_paths = [Path(os.path.realpath(tier.path)) for tier in tiers]
+    real_paths = _real_paths(tiers)
     for tier_idx, tier in enumerate(tiers):
         where = f"secondary[{tier_idx}]"
         if tier.name == _RESERVED_TIER_NAME:
@@ -176,6 +180,26 @@ def _impossible_tiers(tiers: Sequence[SecondaryConfig]) -> Iterator[str]:
                     f"({escaped(tiers[earlier_idx].path)}) contain each other; "
                     "give each tier its own folder"
                 )
+
+
+def _real_paths(tiers: Sequence[SecondaryConfig]) -> list[Path]:
+    """Return where the tiers' paths lead; as they are written where a device does not say.
+
+    A link on a device that hangs would keep the other tiers, and memory, from being opened.
+    """
+    real_paths = {tier.path: Path(os.path.normpath(tier.path)) for tier in tiers}
+    if len(tiers) == 1 and tiers[0].integrity is None:
+        return list(real_paths.values())  # there is nothing to compare it with
+
+    def resolve(path: Path) -> None:
+        real_paths[path] = Path(os.path.realpath(path))
+
+    pool = IoPool(len(real_paths), "tierstore-paths")
+    pool.open()
+    for path in list(real_paths):
+        pool.submit_read(partial(resolve, path))
+    pool.close(_RESOLVE_SECONDS_MAX)
+    return [real_paths[tier.path] for tier in tiers]
 
 
 def _exposed_keys(where: str, tier: SecondaryConfig, real_paths: Sequence[Path]) -> Iterator[str]:
