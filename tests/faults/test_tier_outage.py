@@ -105,7 +105,7 @@ def test_a_tier_whose_device_hangs_when_it_is_opened_keeps_nobody(tmp_path):
 @pytest.mark.slow
 def test_a_store_closes_beside_a_device_that_hangs_when_it_is_opened(tmp_path, caplog):
     device = Device(DatabasePoint.OPEN)
-    patience = Patience(put_seconds=0.2, flush_seconds=0.2, close_seconds=0.5)
+    patience = Patience(put_seconds=0.2, flush_seconds=5, close_seconds=5)
     store = opened(two_tiers(tmp_path), device, patience)
     CHUNKS.put(store, range(16))
     store.close()
@@ -184,6 +184,36 @@ def test_a_step_waits_for_a_lookup_that_hangs_once_and_not_for_long(tmp_path):
         assert {state.name for state in good.states(keys)} <= {"RECORDED", "ARRIVING"}
         device.mend()
         assert within_seconds(lambda: {state.name for state in bad.states(keys)} == {"RECORDED"})
+
+
+@BACKENDS
+@pytest.mark.parametrize("cascade", ["write_through", "on_evict", "second_touch"])
+def test_what_waited_for_a_tier_that_opens_late_is_written_without_a_further_call(
+    tmp_path, backend, cascade
+):
+    device = Device(DatabasePoint.OPEN, code=errno.EIO)
+    config = two_tiers(tmp_path, backend)
+    config["secondary"][0]["cascade"] = cascade
+    with opened(config, device) as store:
+        for _ in range(2):  # `second_touch` wants to see them used
+            assert CHUNKS.put(store, range(16)) == 16
+        with pytest.raises(BackendError, match="16 chunks could not be written"):
+            store.flush()
+        device.mend()
+        assert within_seconds(lambda: store.stats().secondary["bad"].record_count == 16, 60)
+
+
+@BACKENDS
+def test_a_flush_names_why_a_tier_is_not_open(tmp_path, backend):
+    device = Device(DatabasePoint.OPEN, code=errno.EMFILE)
+    with opened(two_tiers(tmp_path, backend), device) as store:
+        assert CHUNKS.put(store, range(16)) == 16
+        why = r"tier bad: .*16 chunks.*Too many open files"
+        with pytest.raises(BackendError, match=why) as info:
+            store.flush()
+        assert " 0 chunks" not in str(info.value)
+        device.mend()
+        assert within_seconds(lambda: is_flushed(store), 60)
 
 
 CALLS = {

@@ -5,15 +5,14 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tierstore.config.model import SecondaryConfig, StoreConfig
 from tierstore.config.problems import problem_at, problems_of
+from tierstore.config.real_paths import real_paths
 from tierstore.config.text_file import read_text
 from tierstore.errors import ConfigError
-from tierstore.io_pool import IoPool
 from tierstore.quoting import escaped, named, quoted
 
 if TYPE_CHECKING:
@@ -26,8 +25,6 @@ _SECONDARY_CAPACITY_BYTES_MIN = 8 << 20
 _RESERVED_TIER_NAME = "primary"
 """What logs and metrics call the tier in host memory."""
 _PATH_CHARS_MAX = 1_000
-_RESOLVE_SECONDS_MAX = 1.0
-"""For so long it is found out where the paths of tiers lead."""
 
 
 def load_config(source: str | os.PathLike[str] | Mapping[str, object]) -> StoreConfig:
@@ -161,7 +158,7 @@ def _impossible_keys(document: "Document") -> Iterator[str]:
 
 
 def _impossible_tiers(tiers: Sequence[SecondaryConfig]) -> Iterator[str]:
-    real_paths = _real_paths(tiers)
+    found = _real_paths(tiers)
     for tier_idx, tier in enumerate(tiers):
         where = f"secondary[{tier_idx}]"
         if tier.name == _RESERVED_TIER_NAME:
@@ -169,11 +166,13 @@ def _impossible_tiers(tiers: Sequence[SecondaryConfig]) -> Iterator[str]:
         if tier.capacity_bytes < _SECONDARY_CAPACITY_BYTES_MIN:
             minimum = _SECONDARY_CAPACITY_BYTES_MIN >> 20
             yield f"{where}.capacity: at least {minimum}MiB, got {tier.capacity_bytes} bytes"
-        yield from _exposed_keys(where, tier, real_paths)
+        if tier.integrity is not None:
+            paths = [found[other.path] for other in tiers]
+            yield from _exposed_keys(where, tier.integrity.key_file, paths, found)
         for earlier_idx in range(tier_idx):
             if tiers[earlier_idx].name == tier.name:
                 yield f"{where}.name: '{tier.name}' is also the name of secondary[{earlier_idx}]"
-            ours, theirs = real_paths[tier_idx], real_paths[earlier_idx]
+            ours, theirs = found[tier.path], found[tiers[earlier_idx].path]
             if ours.is_relative_to(theirs) or theirs.is_relative_to(ours):
                 yield (
                     f"{where}.path: {escaped(tier.path)} and secondary[{earlier_idx}].path "
@@ -182,33 +181,21 @@ def _impossible_tiers(tiers: Sequence[SecondaryConfig]) -> Iterator[str]:
                 )
 
 
-def _real_paths(tiers: Sequence[SecondaryConfig]) -> list[Path]:
-    """Return where the tiers' paths lead; as they are written where a device does not say.
-
-    A link on a device that hangs would keep the other tiers, and memory, from being opened.
-    """
-    real_paths = {tier.path: Path(os.path.normpath(tier.path)) for tier in tiers}
-    if len(tiers) == 1 and tiers[0].integrity is None:
-        return list(real_paths.values())  # there is nothing to compare it with
-
-    def resolve(path: Path) -> None:
-        real_paths[path] = Path(os.path.realpath(path))
-
-    pool = IoPool(len(real_paths), "tierstore-paths")
-    pool.open()
-    for path in list(real_paths):
-        pool.submit_read(partial(resolve, path))
-    pool.close(_RESOLVE_SECONDS_MAX)
-    return [real_paths[tier.path] for tier in tiers]
+def _real_paths(tiers: Sequence[SecondaryConfig]) -> dict[Path, Path]:
+    """Follow links where anything is compared: a device may hang, which one tier alone may do."""
+    keys = [tier.integrity.key_file for tier in tiers if tier.integrity is not None]
+    if len(tiers) + len(keys) < 2:  # noqa: PLR2004 - a pair
+        return {}
+    paths = [*(tier.path for tier in tiers), *keys, *(key.parent for key in keys)]
+    return dict(zip(paths, real_paths(paths), strict=True))
 
 
-def _exposed_keys(where: str, tier: SecondaryConfig, real_paths: Sequence[Path]) -> Iterator[str]:
+def _exposed_keys(
+    where: str, file: Path, tier_paths: Sequence[Path], real: Mapping[Path, Path]
+) -> Iterator[str]:
     """A key below a tier's path is known to those whom it is to keep out."""
-    if tier.integrity is None:
-        return
-    file = tier.integrity.key_file
-    names = {Path(os.path.realpath(file)), Path(os.path.realpath(file.parent)) / file.name}
-    for tier_idx, path in enumerate(real_paths):
+    names = {real[file], real[file.parent] / file.name}
+    for tier_idx, path in enumerate(tier_paths):
         if any(name.is_relative_to(path) for name in names):
             yield (
                 f"{where}.integrity.key_file: {file} lies below the path of secondary[{tier_idx}]; "

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from tierstore.errors import BackendError, CatalogError, ClosedError
 from tierstore.key import OffloadKey
 from tierstore.tier.catalog_reads import CatalogReads, Reading
 from tierstore.tier.reservation import ChunkState
-from tierstore.transfer import Place
+from tierstore.transfer import FailureReason, Place
 
-__all__ = ["ASKED_AT_ONCE_MAX", "STEP_SECONDS_MAX", "Lookups"]
+__all__ = ["ASKED_AT_ONCE_MAX", "STEP_SECONDS_MAX", "Hidden", "Lookups"]
 
 ASKED_AT_ONCE_MAX = 16
 """Keys for which a step waits; about 2 us each, and 50 us for the thread."""
@@ -43,7 +44,12 @@ _KEPT_STEPS = 32
 
 
 Locate = Callable[[Sequence[OffloadKey]], list[Place | None]]
+Hidden = Callable[[Sequence[OffloadKey], FailureReason], None]
 Wait = Callable[[], None]
+
+
+def _nothing(keys: Sequence[OffloadKey], reason: FailureReason) -> None:
+    del keys, reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +69,12 @@ class Lookups:
     """
 
     def __init__(self, locate: Locate, reads: CatalogReads, *, places_seconds_max: float) -> None:
-        """`locate` looks keys up and must not raise; the thread of `reads` calls it.
+        """`locate` looks keys up, or raises an error of ours; the thread of `reads` calls it.
 
         `places_seconds_max` bounds for how long `places` waits for a lookup without progress.
         """
+        self.on_hidden: Hidden = _nothing
+        """Called with keys that are said absent because nobody could look them up."""
         self._locate = locate
         self._reads = reads
         self._places_seconds_max = places_seconds_max
@@ -86,20 +94,27 @@ class Lookups:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether a lookup hangs in its device: nothing is found meanwhile."""
-        return self._reads.is_stuck(STEP_SECONDS_MAX)
+        """Whether a lookup has hung in its device for as long as `places` waits."""
+        return self._reads.is_stuck(self._places_seconds_max)
+
+    def _is_slow(self) -> bool:
+        """Return whether a lookup takes longer than a step may: nothing is found meanwhile."""
+        return self._reads.is_stuck(min(STEP_SECONDS_MAX, self._places_seconds_max))
 
     def states(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
         """Return of each key whether it is recorded, absent, or (arriving) being looked up."""
         known, asked = self._known(keys)
         unknown = asked
-        if asked and not self.is_stuck:
+        if asked and not self._is_slow():
             waits_long = self._waits_long(asked)
             self._ask(asked)
             if len(asked) <= ASKED_AT_ONCE_MAX or waits_long:
                 self._wait()
                 known, unknown = self._known(keys)
-        missing = ChunkState.ABSENT if unknown and self.is_stuck else ChunkState.ARRIVING
+        missing = ChunkState.ARRIVING
+        if unknown and self._is_slow():
+            missing = ChunkState.ABSENT
+            self.on_hidden(unknown, FailureReason.STALLED)
         if len(asked) <= ASKED_AT_ONCE_MAX:
             self.forget(asked)  # they are asked for again as easily, and then it is not outdated
         return [_state(known[key]) if key in known else missing for key in keys]
@@ -111,7 +126,7 @@ class Lookups:
         is nothing to wait for.
         """
         _, unknown = self._known(keys)
-        if not unknown or self._reads.is_stuck(self._places_seconds_max):
+        if not unknown or self.is_stuck:
             return None
         reading = self._reads.ask(partial(self._locate, tuple(unknown)))
         self._ahead_questions.append(_Question(tuple(unknown), self._reset_count, reading))
@@ -125,12 +140,27 @@ class Lookups:
         known, unknown = self._known(keys)
         if unknown and (self._ahead or self._ahead_questions):
             unknown = self._take_ahead(known, unknown)
-        if unknown and not self._reads.is_stuck(self._places_seconds_max):
-            reading = self._reads.ask(partial(self._locate, tuple(unknown)))
+        if unknown:
+            known.update(zip(unknown, self._look_up(unknown), strict=True))
+        return [known.get(key) for key in keys]
+
+    def _look_up(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
+        if not self.is_stuck:
+            reading = self._reads.ask(partial(self._locate, tuple(keys)))
             self._wait_for_places(reading)
             if reading.is_done:
-                known.update(zip(unknown, reading.answer(), strict=True))
-        return [known.get(key) for key in keys]
+                return self._answer(reading, keys)
+        self.on_hidden(keys, FailureReason.STALLED)
+        return [None] * len(keys)
+
+    def _answer(
+        self, reading: Reading[list[Place | None]], keys: Sequence[OffloadKey]
+    ) -> list[Place | None]:
+        try:
+            return reading.answer()
+        except (BackendError, CatalogError, ClosedError):
+            self.on_hidden(keys, FailureReason.IO_ERROR)
+            return [None] * len(keys)
 
     def forget(self, keys: Iterable[OffloadKey]) -> None:
         """Drop answers about records that came or went."""
@@ -177,8 +207,10 @@ class Lookups:
                 self._ahead_questions.append(question)
                 late.update(question.keys)
             elif question.reset_count == self._reset_count:
-                self._ahead.update(zip(question.keys, question.reading.answer(), strict=True))
+                places = self._answer(question.reading, question.keys)
+                self._ahead.update(zip(question.keys, places, strict=True))
         known.update((key, self._ahead.pop(key)) for key in unknown if key in self._ahead)
+        self.on_hidden([key for key in unknown if key in late], FailureReason.STALLED)
         return [key for key in unknown if key not in known and key not in late]
 
     def _wait_for_places(self, reading: Reading[list[Place | None]]) -> None:
@@ -213,7 +245,7 @@ class Lookups:
             for key in question.keys:
                 self._queued.pop(key, None)
             if question.reset_count == self._reset_count:
-                places = question.reading.answer()
+                places = self._answer(question.reading, question.keys)
                 self._young.update(zip(question.keys, places, strict=True))
 
 

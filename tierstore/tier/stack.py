@@ -79,7 +79,14 @@ class TierStack:
         # Chunks that were in flight when the tiers were reset: their bytes must not be found.
         self._doomed: set[OffloadKey] = set()
         records = [
-            ReadableRecords(tier, cascade.health, clock, bytes_max, cascade.on_erased)
+            ReadableRecords(
+                tier,
+                cascade.health,
+                clock,
+                counters,
+                hung_bytes_max=bytes_max,
+                on_removed=cascade.on_erased,
+            )
             for tier, cascade, bytes_max in zip(secondaries, cascades, hung_bytes_max, strict=True)
         ]
         self._locator = Locator(primary, records, self._doomed)
