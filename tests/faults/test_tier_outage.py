@@ -249,3 +249,24 @@ def test_memory_is_hit_while_another_call_waits_for_a_lookup_that_hangs(tmp_path
         device.mend()
         waiting.join(300)
         assert CHUNKS.found(store, range(16)) == list(range(16))
+
+
+def test_nothing_is_looked_up_before_a_catalog_has_carried_a_reset_out(tmp_path):
+    """What it would find then could be taken for true after that."""
+    device = Device(DatabasePoint.WRITE)
+    device.mend()
+    config = config_of(tmp_path, primary="1MiB")
+    with TierStore.open(
+        config, CHUNKS.manifest, open_system=lambda _: device, patience=PATIENCE
+    ) as store:
+        CHUNKS.put(store, range(16))
+        store.flush()
+        (tier,) = store._stack.secondaries
+        keys = CHUNKS.keys(range(16))
+        assert tier.look_ahead(keys) is not None
+        device.spoil()
+        store.reset()
+        assert tier.look_ahead(keys) is None
+        device.mend()
+        assert within_seconds(lambda: tier.look_ahead(keys) is not None)
+        assert CHUNKS.found(store, range(16)) == []

@@ -257,7 +257,8 @@ class SecondaryTier:
 
     def look_ahead(self, keys: Sequence[OffloadKey]) -> Callable[[], None] | None:
         """Begin to look up what `locate` is asked for next (`Lookups.look_ahead`)."""
-        return self._lookups.look_ahead(keys) if self.is_open else None
+        is_hidden = self._desk.forgotten_count < self._hidden_until
+        return self._lookups.look_ahead(keys) if self.is_open and not is_hidden else None
 
     def states(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
         """Return of each key whether it is recorded, absent, or (arriving) being looked up still.
