@@ -60,7 +60,7 @@ class TierIo:
         """Guarded by the executor's lock, as is the gate."""
         self.pool = IoPool(config.io.threads, f"tierstore-{config.name}")
         self.pool.open()
-        first = _FirstOpening(late)
+        first = _FirstOpening(late, self.owners)
         self.pool.submit_read(first.run)
         try:
             first.wait(_OPEN_SECONDS_MAX)
@@ -83,13 +83,15 @@ def segments_of(records: "Sequence[RecordIo]") -> list[int]:
 class _FirstOpening:
     """The first try to open a backend, in another thread."""
 
-    def __init__(self, late: LateBackend) -> None:
+    def __init__(self, late: LateBackend, owners: OwnerLocks) -> None:
         self._late = late
+        self._owners = owners
         self._error: ConfigError | MissingExtraError | None = None
         self._is_over = threading.Event()
 
     def run(self) -> None:
         try:
+            self._owners.look()
             self._late.open()
         except (ConfigError, MissingExtraError) as error:
             self._error = error
