@@ -88,6 +88,7 @@ class Harness:
         model="m",
         manifest=None,
         disk=None,
+        open_system=None,
     ):
         self.config = SecondaryConfig(name="t", backend=backend, path=path, capacity_bytes=capacity)
         self.manifest = manifest or Manifest.simple(model, chunk)
@@ -96,12 +97,15 @@ class Harness:
         self.pins = collections.Counter()
         self.tickets = 0
         self.disk = disk
+        self.system = open_system and open_system(self.config)
         self.clock = FakeClock()
         self.unreleased = []
         self.open()
 
     def open(self):
-        self.catalog = Catalog.open(self.config, self.manifest, rank_count=self.ranks)
+        self.catalog = Catalog.open(
+            self.config, self.manifest, rank_count=self.ranks, system=self.system
+        )
         self.writer = CatalogWriter(self.catalog, self.pins, self.clock)
         if self.disk is None:
             self.disk = CountedDisk(self.catalog.geometry)

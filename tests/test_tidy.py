@@ -99,6 +99,6 @@ def test_what_is_logged_is_bounded_and_its_first_word_is_ours(path: Path) -> Non
             if "getLogger" in value:
                 assert value == "bounded(logging.getLogger(__name__))"
         if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("_logger."):
-            text = node.args[0]
+            text = node.args[1] if ast.unparse(node.func) == "_logger.log" else node.args[0]
             assert isinstance(text, ast.Constant)
             assert "%r" not in text.value, "a bounded value is text already"

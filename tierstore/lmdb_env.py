@@ -1,21 +1,18 @@
-"""LMDB environments: the only module that imports lmdb.
+"""LMDB environments of this process.
 
 An environment must not be opened twice in one process, so openers of one directory share one
-environment by reference count. Every exception of the library is translated here, and only here.
+environment by reference count. Every exception of the library is translated here (`lmdb_errors`).
 """
 
 import errno
 import os
-import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Self, TypeAlias
+from typing import ClassVar, Self, TypeAlias
 from weakref import WeakValueDictionary
-
-import lmdb
 
 from tierstore import lmdb_file
 from tierstore.directory import Directory
@@ -23,37 +20,24 @@ from tierstore.errors import (
     BackendBusyError,
     BackendCorruptError,
     BackendError,
-    BackendFullError,
-    BackendMapFullError,
     ClosedError,
-    TierStoreError,
+)
+from tierstore.lmdb_errors import translate, translate_memory, translate_os
+from tierstore.lmdb_library import (
+    Database,
+    Environment,
+    LibraryError,
+    Transaction,
+    ViewTransaction,
+    open_library,
 )
 from tierstore.lmdb_lock import opening_lock
 from tierstore.lmdb_writer import WriterLock
 from tierstore.marker import open_below
-from tierstore.remedies import FULL, explain, remedy_in
+from tierstore.remedies import explain
 from tierstore.system import SYSTEM, DatabasePoint, SystemCalls
 
-__all__ = [
-    "ERRORS",
-    "Cursor",
-    "Database",
-    "LmdbEnv",
-    "Transaction",
-    "ViewTransaction",
-    "translate",
-]
-
-# The library's classes are generic for type checkers only.
-if TYPE_CHECKING:
-    Transaction: TypeAlias = lmdb.Transaction[bytes]
-    ViewTransaction: TypeAlias = lmdb.Transaction[memoryview]
-    Cursor: TypeAlias = lmdb.Cursor[bytes]
-    Database: TypeAlias = lmdb._Database  # noqa: SLF001 - exported under this name only
-else:
-    Transaction = ViewTransaction = lmdb.Transaction
-    Cursor = lmdb.Cursor
-    Database = lmdb._Database  # noqa: SLF001 - exported under this name only
+__all__ = ["LmdbEnv"]
 
 _OPENING_SECONDS_MAX = 10.0
 """An opener waits so long for others that verify and open the same environment."""
@@ -67,68 +51,7 @@ _MOMENT_SECONDS = 0.1
 _FileId: TypeAlias = tuple[int, int]
 """Device and inode of a directory, whatever its path."""
 
-_DESCRIPTOR = re.compile(r"/proc/self/fd/\d+:? ?")
 _GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
-_READERS_MAX = 126
-_DATABASES_MAX = 16
-_FILE_MODE = 0o600
-_MAP_BYTES_MIN = 1 << 28
-"""A smaller map is not tried where addresses are short."""
-
-ERRORS: Mapping[str, type[TierStoreError]] = {
-    "BadChecksumError": BackendCorruptError,
-    "BadDbiError": BackendError,
-    "BadRslotError": BackendError,
-    "BadTxnError": BackendError,
-    "BadValsizeError": BackendError,
-    "CorruptedError": BackendCorruptError,
-    "CryptoFailError": BackendError,
-    "CursorFullError": BackendError,
-    "DbsFullError": BackendError,
-    "DiskError": BackendFullError,
-    "EnvEncryptionError": BackendError,
-    "Error": BackendError,
-    "IncompatibleError": BackendCorruptError,
-    "InvalidError": BackendCorruptError,
-    "InvalidParameterError": BackendError,
-    "KeyExistsError": BackendError,
-    "LockError": BackendError,
-    "MapFullError": BackendMapFullError,
-    "MapResizedError": BackendError,
-    "MemoryError": BackendError,
-    "NotFoundError": BackendCorruptError,
-    "PageFullError": BackendCorruptError,
-    "PageNotFoundError": BackendCorruptError,
-    "PanicError": BackendCorruptError,
-    "ProblemError": BackendError,
-    "ReadersFullError": BackendError,
-    "ReadonlyError": BackendError,
-    "TlsFullError": BackendError,
-    "TxnFullError": BackendMapFullError,
-    "VersionMismatchError": BackendCorruptError,
-}
-"""What each exception class of the library becomes, by name (older versions lack some)."""
-
-_REMEDIES: Mapping[type[TierStoreError], str] = {
-    BackendFullError: "free space on the device",
-    BackendMapFullError: "raise the tier's capacity",
-    BackendCorruptError: "remove the directory of the tier; it is rebuilt from nothing",
-    BackendError: "check the permissions and the health of the device",
-}
-
-
-def translate(error: lmdb.Error, directory: Path) -> TierStoreError:
-    """Return the error of ours that stands for one of the library's."""
-    kind = ERRORS.get(type(error).__name__, BackendError)
-    # Its path is that of a descriptor, which says nothing.
-    words = _DESCRIPTOR.sub("", str(error))
-    remedy = _REMEDIES[kind] if kind is not BackendError else remedy_in(words)
-    return kind(f"{directory}: {words}; {remedy or _REMEDIES[BackendError]}")
-
-
-def _translate_os(error: OSError, directory: Path) -> BackendError:
-    kind = BackendFullError if error.errno in FULL else BackendError
-    return kind(explain(directory, error))
 
 
 class LmdbEnv:
@@ -147,7 +70,7 @@ class LmdbEnv:
     def __init__(
         self,
         files: Directory,
-        env: lmdb.Environment,
+        env: Environment,
         admission: lmdb_file.Admission,
         key: _FileId,
         lock: threading.Lock,
@@ -168,6 +91,9 @@ class LmdbEnv:
         self._is_sealed = False
         self.process_id = os.getpid()
         self._reference_count = 0
+        self._use_count = 0
+        """Calls that are under way in the library."""
+        self._use_lock = threading.Lock()
         self._databases: dict[bytes, Database] = {}
         self._file_ids = lmdb_file.file_ids(files.path)
 
@@ -179,6 +105,7 @@ class LmdbEnv:
         map_bytes: int,
         readahead: bool = False,
         sealed: bool = False,
+        durable: bool = False,
         tier: Path | None = None,
         wait_seconds_max: float = _OPENING_SECONDS_MAX,
         writer_seconds_max: float = _WRITER_SECONDS_MAX,
@@ -195,9 +122,11 @@ class LmdbEnv:
 
         `map_bytes` bounds the data file for good, or grows to its present size. It is halved as
         long as the process may not have so many addresses. Of several openers in one process the
-        first decides. Nothing is flushed but by `sync`. `readahead`
-        is for large values: without it the kernel reads them page by page. `system` is told of the
-        points of its use. `writer_seconds_max` bounds how long `write` waits for other writers.
+        first decides. Nothing is flushed but by `sync`, so that a power cut may leave anything;
+        with `durable` each commit flushes what it wrote before it names it, and a power cut undoes
+        the last one at most, but for what `sync` has flushed. `readahead` is for large values:
+        without it the kernel reads them page by page. `system` is told of the points of its use.
+        `writer_seconds_max` bounds how long `write` waits for other writers.
 
         Raises:
             BackendBusyError: another process or thread keeps it from being opened for longer than
@@ -222,6 +151,7 @@ class LmdbEnv:
                         files,
                         map_bytes,
                         readahead=readahead,
+                        durable=durable,
                         wait_seconds_max=wait_seconds_max,
                         system=system,
                     )
@@ -241,6 +171,11 @@ class LmdbEnv:
         if shared is None or not shared.is_of(directory):
             # It was removed while it was open, and its number went to a new directory.
             return None
+        if not shared.is_referred_to:
+            raise BackendBusyError(
+                f"{directory}: is being closed by this process, and something still uses it; its "
+                "device may hang"
+            )
         if shared.is_lost(directory):
             # Its lock file is in place: with two environments on one, the locks of the second
             # would go when the first is closed.
@@ -265,21 +200,35 @@ class LmdbEnv:
             return lock
 
     def close(self) -> None:
-        """Give one reference back; the last one closes the environment."""
+        """Give one reference back; the last one closes the environment.
+
+        What other threads are doing in it ends undisturbed: the last of them closes it then.
+        """
         if self.process_id != os.getpid():
             return
         with self._lock:
             if self._reference_count == 0:
                 return
-            self._reference_count -= 1
-            if self._reference_count == 0:
-                if self._shared.get(self._key) is self:
-                    del self._shared[self._key]
-                self._env.close()
-                self._writer.close()
-                if self._is_sealed and self.is_of(self.directory):
-                    lmdb_file.seal(self._files)
-                self._files.close()
+            with self._use_lock:
+                self._reference_count -= 1
+                is_over = self._reference_count == 0 and self._use_count == 0
+            if is_over:
+                self._close_files()
+
+    def _close_files(self) -> None:
+        """Close all; the lock of the directory is held, and nobody uses them any more."""
+        if self._shared.get(self._key) is self:
+            del self._shared[self._key]
+        self._env.close()
+        self._writer.close()
+        if self._is_sealed and self.is_of(self.directory):
+            lmdb_file.seal(self._files)
+        self._files.close()
+
+    @property
+    def is_referred_to(self) -> bool:
+        """Whether somebody has it open; otherwise it is closed, or about to be."""
+        return self._reference_count > 0
 
     def is_of(self, directory: Path) -> bool:
         """Return whether a directory still holds files of this environment."""
@@ -394,14 +343,27 @@ class LmdbEnv:
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
-        if self._reference_count == 0 or self.process_id != os.getpid():
-            raise ClosedError(f"{self.directory}: the environment is closed, or its parent's")
+        if self.process_id != os.getpid():
+            raise ClosedError(f"{self.directory}: the environment is that of the parent process")
+        with self._use_lock:
+            if self._reference_count == 0:
+                raise ClosedError(f"{self.directory}: the environment is closed")
+            self._use_count += 1
         try:
             yield
-        except lmdb.Error as error:
+        except LibraryError as error:
             raise translate(error, self.directory) from error
         except OSError as error:
-            raise _translate_os(error, self.directory) from error
+            raise translate_os(error, self.directory) from error
+        except MemoryError as error:
+            raise translate_memory(error, self.directory) from error
+        finally:
+            with self._use_lock:
+                self._use_count -= 1
+                is_last = self._reference_count == 0 and self._use_count == 0
+            if is_last:
+                with self._lock:
+                    self._close_files()
 
 
 @contextmanager
@@ -422,13 +384,13 @@ def _held(lock: threading.Lock, directory: Path, seconds_max: float) -> Iterator
         lock.release()
 
 
-def _writer_lock(files: Directory, env: lmdb.Environment, seconds_max: float) -> WriterLock:
+def _writer_lock(files: Directory, env: Environment, seconds_max: float) -> WriterLock:
     try:
         return WriterLock(files, wait_seconds_max=seconds_max)
     except BaseException as error:
         env.close()
         if isinstance(error, OSError):
-            raise _translate_os(error, files.path) from error
+            raise translate_os(error, files.path) from error
         raise
 
 
@@ -448,9 +410,10 @@ def _open_env(
     map_bytes: int,
     *,
     readahead: bool,
+    durable: bool,
     wait_seconds_max: float,
     system: SystemCalls,
-) -> tuple[lmdb.Environment, lmdb_file.Admission]:
+) -> tuple[Environment, lmdb_file.Admission]:
     try:
         with opening_lock(directory, wait_seconds_max=wait_seconds_max):
             admission = lmdb_file.admit(
@@ -458,8 +421,8 @@ def _open_env(
             )
             system.reach(DatabasePoint.OPEN)
             try:
-                return _open_library(directory, map_bytes, readahead=readahead), admission
-            except lmdb.Error as error:
+                env = open_library(directory, map_bytes, readahead=readahead, durable=durable)
+            except LibraryError as error:
                 refusal = translate(error, directory.path)
                 if not isinstance(refusal, BackendCorruptError):
                     raise
@@ -472,61 +435,12 @@ def _open_env(
                     raise BackendCorruptError(
                         f"{refusal}, once the process that has it open has ended"
                     ) from error
-            return _open_library(directory, map_bytes, readahead=readahead), anew
-    except lmdb.Error as error:
+                admission = anew
+                env = open_library(directory, map_bytes, readahead=readahead, durable=durable)
+            return env, admission
+    except LibraryError as error:
         raise translate(error, directory.path) from error
     except OSError as error:
-        raise _translate_os(error, directory.path) from error
-
-
-def _open_library(directory: Directory, map_bytes: int, *, readahead: bool) -> lmdb.Environment:
-    """Open the environment, and read once: that takes the byte of our process id."""
-    env = _open_mapped(directory, map_bytes, readahead=readahead)
-    try:
-        if _has_readers(env, os.getpid()):
-            # Of a killed process with our process id: a container starts its processes with the
-            # same ones. Nobody would free its snapshots as long as we live, but the library does
-            # when it closes after a reading.
-            with env.begin():
-                pass
-            env.close()
-            env = _open_mapped(directory, map_bytes, readahead=readahead)
-        env.reader_check()
-        with env.begin():
-            pass
-    except BaseException:
-        env.close()
-        raise
-    return env
-
-
-def _open_mapped(directory: Directory, map_bytes: int, *, readahead: bool) -> lmdb.Environment:
-    path = _path_of(directory)
-    while True:
-        try:
-            return lmdb.open(
-                path,
-                map_size=map_bytes,
-                max_dbs=_DATABASES_MAX,
-                max_readers=_READERS_MAX,
-                mode=_FILE_MODE,
-                sync=False,
-                metasync=False,
-                readahead=readahead,
-                meminit=True,  # or what the heap held, keys and prompts, would come to the disk
-            )
-        except lmdb.MemoryError:
-            if map_bytes <= _MAP_BYTES_MIN:
-                raise
-            map_bytes //= 2
-
-
-def _path_of(directory: Directory) -> str:
-    """Return a path to exactly the directory that is open, if the system has such paths."""
-    path = f"/proc/self/fd/{directory.descriptor}"
-    return path if Path(path).exists() else os.fspath(directory.path)
-
-
-def _has_readers(env: lmdb.Environment, process_id: int) -> bool:
-    rows = env.readers().splitlines()[1:]  # behind the names of the columns
-    return any(int(row.split()[0]) == process_id for row in rows)
+        raise translate_os(error, directory.path) from error
+    except MemoryError as error:
+        raise translate_memory(error, directory.path) from error

@@ -58,6 +58,10 @@ class Admission:
     """What was wrong with a file that was removed, in words; empty: none was."""
     is_suspect: bool = False
     """It is not as it was left, but its structure is sound: what it says must be verified."""
+    is_alone: bool = True
+    """Nobody else had it open."""
+    is_proven: bool = False
+    """It is as it was left, bit by bit."""
 
 
 def admit(directory: Directory, *, map_bytes: int, wait_seconds_max: float) -> Admission:
@@ -74,7 +78,7 @@ def admit(directory: Directory, *, map_bytes: int, wait_seconds_max: float) -> A
         sealed = directory.read(_SEAL, _SEALED.size + _CHECKSUM.size) or b""
         if not lock.is_alone:
             _require_data(directory)
-            return Admission(is_suspect=bool(sealed))
+            return Admission(is_suspect=bool(sealed), is_alone=False)
         seal_fits = _fits(sealed, directory)
         damage = _noted_damage(directory)
         if not damage and seal_fits is not True:
@@ -89,7 +93,8 @@ def admit(directory: Directory, *, map_bytes: int, wait_seconds_max: float) -> A
                 directory.unlink(_SEAL)
         # By us, for the library's own file would have the mode that the process's mask leaves.
         os.close(directory.open_file(DATA_NAME, os.O_RDWR | os.O_CREAT))
-        return Admission(damage, is_suspect=is_suspect)
+        is_proven = seal_fits is True and not damage
+        return Admission(damage, is_suspect=is_suspect, is_proven=is_proven)
 
 
 def start_anew(directory: Directory, cause: str, *, wait_seconds_max: float) -> Admission | None:

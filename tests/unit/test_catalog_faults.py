@@ -1,8 +1,10 @@
 """A catalog that fails, is damaged, is full, or lost its owner."""
 
+import pytest
 from catalog_harness import MIB, Harness
 
 from tierstore.errors import BackendFullError
+from tierstore.testing.faults import FaultPlan, FaultRule
 from tierstore.tier.catalog_messages import (
     BeginEpoch,
     Committed,
@@ -164,3 +166,25 @@ def test_a_full_device_evicts_nothing_and_leaves_the_catalog_as_large_as_it_was(
         assert isinstance(harness.store(*range(first, first + 8)), Placed)
     assert harness.located(*range(40)) == [True] * 40
     assert harness.catalog.check() == []
+
+
+@pytest.mark.parametrize("gathered", [True, False])
+def test_a_reset_that_is_done_late_forgets_nothing_that_came_after_it(tmp_path, gathered):
+    plan = FaultPlan()
+    harness = Harness(tmp_path, open_system=plan.open_system)
+    harness.store(1)
+    plan.inject(FaultRule(kind="error", calls=("database.write",), times=1))
+    reset = ForgetNamespace(harness.manifest.namespace)
+    request = RequestPlaces(70, tuple(harness.keys(2)), harness.chunk)
+    for operations in [[reset, request]] if gathered else [[reset], [request]]:
+        harness.writer.handle(operations)
+    (answer,) = harness.take()
+    if isinstance(answer, Refused):  # whoever asks again comes after the reset
+        answer = harness.store(2)
+    else:
+        harness.commit(70)
+    assert isinstance(answer, Placed)
+    harness.writer.handle([])
+    assert harness.located(1, 2) == [False, True]
+    assert harness.writer.forgotten_count == 1
+    harness.catalog.close()

@@ -123,7 +123,7 @@ def test_rules_survive_the_way_to_a_mapping_and_back(tmp_path):
         ({"kind": "error", "nht": 1}, "unknown key; did you mean 'nth'?"),
         ({"kind": "error", "nth": 0}, "nth: must be greater"),
         ({"kind": "error", "probability": 2}, "probability: must be less"),
-        ({"kind": "latency", "latency": 1}, "latency: expected a duration"),
+        ({"kind": "latency", "latency": True}, "latency: expected a duration"),
     ],
 )
 def test_a_wrong_rule_is_refused_by_its_path(tmp_path, rule, message):

@@ -69,3 +69,10 @@ def test_the_directory_is_the_same_by_whatever_name(tmp_path: Path):
     assert moved is env
     moved.close()
     env.close()
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_the_library_flushes_each_commit_of_a_durable_environment_alone(tmp_path, durable):
+    env = LmdbEnv.open(tmp_path, map_bytes=1 << 20, durable=durable)
+    assert env._env.flags()["sync"] == durable
+    env.close()

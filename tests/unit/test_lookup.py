@@ -145,13 +145,12 @@ def test_a_lookup_that_hangs_makes_all_absent_until_it_has_ended(records, lookup
     # A step asks again, and waits no longer than it may in all.
     while ARRIVING in lookups.states(keys):
         lookups.end_step()
-    assert lookups.is_stuck
+    assert not lookups.is_stuck, "a step has no more patience, its tier has"
     assert lookups.states(keys[:2]) == [ABSENT] * 2
     assert lookups.states(keys) == [ABSENT] * MANY
     asked_count = len(records.askers)
     assert lookups.states(records.keys[MANY : 2 * MANY]) == [ABSENT] * MANY
     records.may_go_on.set()
-    assert within_seconds(lambda: not lookups.is_stuck)
     assert within_seconds(lambda: lookups.states(keys) == records.states(MANY))
     assert len(records.askers) <= asked_count + MANY, "what hung was asked for again"
 
@@ -161,6 +160,7 @@ def test_places_are_waited_for_once_for_as_long_as_said(records, reads):
     records.may_go_on.clear()
     keys = records.keys[:4]
     assert lookups.places(keys) == [None] * 4
+    assert lookups.is_stuck
     asked_count = len(records.askers)
     for _ in range(100):
         assert lookups.places(keys) == [None] * 4
@@ -181,3 +181,36 @@ def test_a_lookup_that_makes_progress_does_not_hang_however_long_it_takes(reads)
     last.set()
     assert reads.wait(reading, 300)
     assert reading.answer() > 0
+
+
+def test_places_that_were_looked_up_ahead_are_known_once(lookups, records):
+    keys = records.keys[:MANY]
+    lookups.look_ahead(keys)()
+    places = lookups.places(keys)
+    assert len(records.askers) == MANY, "they were looked up once"
+    assert [place is not None for place in places] == [True, False] * (MANY // 2)
+    records.recorded = set(keys)
+    assert None not in lookups.places(keys), "an answer may be out of date the second time"
+
+
+def test_a_lookup_ahead_that_has_not_ended_is_not_waited_for_again(records, lookups):
+    records.may_go_on.clear()
+    wait = lookups.look_ahead(records.keys[:2])
+    assert lookups.places(records.keys[:2]) == [None, None]
+    records.may_go_on.set()
+    wait()
+    assert lookups.places(records.keys[:2]) == [Place(records.keys[0]), None]
+
+
+def test_what_is_evicted_or_reset_meanwhile_is_not_found_ahead(lookups, records):
+    keys = records.keys[:2]
+    lookups.look_ahead(keys)()
+    lookups.places(keys[1:])
+    records.recorded = set()
+    lookups.forget(keys)
+    assert lookups.places(keys) == [None, None]
+    records.recorded = set(keys)
+    lookups.look_ahead(keys)()
+    lookups.reset()
+    records.recorded = set()
+    assert lookups.places(keys) == [None, None]

@@ -373,7 +373,7 @@ SHORT_OF_MEMORY = textwrap.dedent("""
     mapped = int(open("/proc/self/statm").read().split()[0]) * 4096
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     refusals = 0
-    for extra in [*range(0, 400, 8), 1_000]:
+    for extra in [*range(0, 400, 25), 1_000]:
         resource.setrlimit(resource.RLIMIT_AS, (mapped + (extra << 20), hard))
         try:
             with TierStore.open(config, manifest) as store:

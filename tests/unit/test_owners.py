@@ -29,9 +29,9 @@ def test_a_lock_that_cannot_be_had_is_an_error_and_leaves_no_descriptor(tmp_path
         before = descriptors()
         for _ in range(3):
             with pytest.raises(CatalogError, match="locked"):
-                OwnerLock.create(tmp_path, 1)
+                OwnerLock.create(path.parent, 1)
         assert descriptors() == before
-    OwnerLock.create(tmp_path, 1).close()
+    OwnerLock.create(path.parent, 1).close()
 
 
 def test_a_lock_that_another_process_has_is_waited_for_while_memory_serves(tmp_path, caplog):

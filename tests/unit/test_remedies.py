@@ -7,7 +7,7 @@ import pytest
 from store_kit import Chunks, config_of
 
 from tierstore import TierStore
-from tierstore.errors import CatalogError
+from tierstore.errors import CatalogError, ConfigError
 from tierstore.remedies import remedy_in, remedy_of
 from tierstore.system import SystemCalls
 
@@ -40,16 +40,41 @@ class RefusingSystem(SystemCalls):
         raise OSError(self._code, os.strerror(self._code), str(path))
 
 
-@pytest.mark.parametrize("code", WORDS, ids=errno.errorcode.get)
+PASSING = {
+    errno.EROFS,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.EIO,
+    errno.ENOMEM,
+}
+"""Of a device or a limit, which may be another one by and by: the store opens without the tier."""
+
+
+def open_refused(path, code):
+    return TierStore.open(
+        config_of(path / "tier"), CHUNKS.manifest, open_system=lambda _: RefusingSystem(code)
+    )
+
+
+@pytest.mark.parametrize("code", sorted(WORDS.keys() - PASSING), ids=errno.errorcode.get)
 def test_a_path_that_cannot_be_opened_says_what_helps(tmp_path, code):
     with pytest.raises(CatalogError, match=WORDS[code]) as caught:
-        TierStore.open(
-            config_of(tmp_path / "tier"),
-            CHUNKS.manifest,
-            open_system=lambda _: RefusingSystem(code),
-        )
+        open_refused(tmp_path, code)
     assert str(tmp_path) in str(caught.value)
     assert os.strerror(code) in str(caught.value)
+
+
+@pytest.mark.parametrize("code", sorted(PASSING), ids=errno.errorcode.get)
+def test_a_tier_that_is_out_of_use_says_what_helps(tmp_path, code):
+    with open_refused(tmp_path, code) as store:
+        assert CHUNKS.put(store, range(4)) == 4
+        (problem,) = store.check()
+    assert str(tmp_path) in problem
+    assert os.strerror(code) in problem
+    assert WORDS[code] in problem
 
 
 def test_what_a_library_says_in_words_has_the_same_remedy():
@@ -58,7 +83,7 @@ def test_what_a_library_says_in_words_has_the_same_remedy():
 
 
 def test_a_path_that_is_too_long_or_leads_in_a_circle_is_named(tmp_path):
-    with pytest.raises(CatalogError, match="shorter path"):
+    with pytest.raises(ConfigError, match="names of at most 255 bytes"):
         CHUNKS.open(config_of(tmp_path / ("x" * 300)))
     (tmp_path / "a").symlink_to(tmp_path / "b")
     (tmp_path / "b").symlink_to(tmp_path / "a")

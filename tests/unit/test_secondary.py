@@ -11,7 +11,7 @@ from pathlib import Path
 
 import lmdb
 
-from tierstore import lmdb_env
+from tierstore import lmdb_errors
 from tierstore.config import SecondaryConfig
 from tierstore.errors import BackendFullError
 from tierstore.key import make_offload_keys
@@ -273,10 +273,10 @@ def test_every_exception_class_of_lmdb_is_translated():
         for name, value in vars(lmdb).items()
         if isinstance(value, type) and issubclass(value, lmdb.Error)
     }
-    assert classes <= lmdb_env.ERRORS.keys()
+    assert classes <= lmdb_errors.ERRORS.keys()
     for name in classes:
-        ours = lmdb_env.translate(getattr(lmdb, name)("what"), Path("/tier"))
-        assert type(ours) is lmdb_env.ERRORS[name]
+        ours = lmdb_errors.translate(getattr(lmdb, name)("what"), Path("/tier"))
+        assert type(ours) is lmdb_errors.ERRORS[name]
         assert "/tier" in str(ours)
 
 

@@ -22,6 +22,11 @@ def open_resources():
     return [len(list(Path("/proc/self", name).iterdir())) for name in ("fd", "task")]
 
 
+def are_given_back(before):
+    """Return whether no more is open than before; then, a thread may just have been ending."""
+    return all(now <= then for now, then in zip(open_resources(), before, strict=True))
+
+
 @pytest.mark.parametrize("backend", ["file", "lmdb"])
 def test_a_dropped_store_warns_and_gives_everything_back(tmp_path, backend):
     config = config_of(tmp_path, backend=backend, cascade="on_evict")
@@ -33,7 +38,7 @@ def test_a_dropped_store_warns_and_gives_everything_back(tmp_path, backend):
     pool = weakref.ref(store._executor.pool)
     with pytest.warns(ResourceWarning, match=f"without close.*{tmp_path}"):
         del store
-    assert within_seconds(lambda: open_resources() == before)
+    assert within_seconds(lambda: are_given_back(before))
     assert within_seconds(lambda: gc.collect() >= 0 and pool() is None)
     with CHUNKS.open(config) as store:
         assert CHUNKS.found(store, range(20)) == list(range(20))
@@ -51,7 +56,7 @@ def test_a_dropped_store_that_hangs_on_itself_is_given_back_by_the_garbage_colle
     del store
     with pytest.warns(ResourceWarning, match="TierStore"):
         gc.collect()
-    assert within_seconds(lambda: open_resources() == before)
+    assert within_seconds(lambda: are_given_back(before))
 
 
 def test_a_torn_store_that_is_dropped_is_given_back(tmp_path):
@@ -69,7 +74,7 @@ def test_a_torn_store_that_is_dropped_is_given_back(tmp_path):
         store.match_prefix(CHUNKS.keys([1]))
     with pytest.warns(ResourceWarning, match="TierStore"):
         del store
-    assert within_seconds(lambda: open_resources() == before)
+    assert within_seconds(lambda: are_given_back(before))
 
 
 def test_a_closed_store_is_dropped_without_a_word(tmp_path):

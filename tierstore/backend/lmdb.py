@@ -32,7 +32,8 @@ from tierstore.errors import (
     TierStoreError,
 )
 from tierstore.geometry import lmdb_body_bytes
-from tierstore.lmdb_env import Cursor, LmdbEnv, ViewTransaction
+from tierstore.lmdb_env import LmdbEnv
+from tierstore.lmdb_library import Cursor, ViewTransaction
 from tierstore.record import EXTENT_RECORDS_MAX, HEADER_BYTES, parse_places
 from tierstore.system import SYSTEM, SystemCalls
 from tierstore.transfer import FailureReason, PageRun
@@ -104,6 +105,7 @@ class LmdbBackend:
                     self._directory,
                     map_bytes=self._map_bytes,
                     readahead=True,
+                    durable=self._durable,
                     tier=self._tier,
                     system=self._system,
                 )

@@ -82,8 +82,6 @@ class IntegrityConfig:
     """See `key_file.read_key_file`; the keys themselves are no part of a configuration."""
     encrypt: bool = False
     """Encrypt payload, too: block hashes and the catalog stay readable."""
-    faults: tuple[FaultRule, ...] = ()
-    """For game days: what goes wrong on purpose; refused unless the environment allows it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

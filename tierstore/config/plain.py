@@ -108,5 +108,6 @@ def _path(value: Any, where: Location) -> object:
 def _integer(value: Any, where: Location) -> int:
     number = operator.index(value)  # numpy's integers, too
     if not -_INT_MAX <= number < _INT_MAX:
-        raise problem_at(where, f"the number {quoted(number)} is far too large")
+        # Not quoted: it may be a key in the place of its file.
+        raise problem_at(where, "expected something else, not a number that is far too large")
     return int(number)

@@ -21,7 +21,7 @@ from tierstore.errors import BackendError, DeviceError, LayoutError
 from tierstore.executor.job import Copy, Job, PartIndex, RecordSpan, split_spans
 from tierstore.executor.progress import SpanRead
 from tierstore.executor.syncing import PendingSync
-from tierstore.executor.tier_io import TierIo, segments_of
+from tierstore.executor.tier_io import TierIo
 from tierstore.io_pool import IoPool
 from tierstore.layout import PAGE_BYTES, CanonicalKVCaches
 from tierstore.manifest import Manifest
@@ -387,9 +387,7 @@ class TransferExecutor:
         """Fill slots and send them on to the GPU (in an I/O thread)."""
         if not self._begin_read(job, tier, span):
             return
-        failed: dict[int, FailureReason] = dict.fromkeys(
-            range(span.record_count), FailureReason.IO_ERROR
-        )
+        failed = span.all_failed()
         try:
             failed = tier.backend.read(span.records(self._pool.array.data, self._slot_bytes))
             if self._engine is not None:
@@ -445,20 +443,11 @@ class TransferExecutor:
             self._changed.wait_for(lambda: not self._submitting_count, timeout_seconds)
 
     def _write(self, job: Job, tier: TierIo, owner: int, span: RecordSpan) -> None:
-        """Write slots to records (in an I/O thread), as long as their places are the owner's."""
-        failed: dict[int, FailureReason] = dict.fromkeys(
-            range(span.record_count), FailureReason.IO_ERROR
-        )
+        """Write slots to records (in an I/O thread)."""
+        failed = span.all_failed()
         self._begin_write(tier)
-        take_cause()  # of something that came before
         try:
-            if tier.owners.hold(owner):
-                records = span.records(self._pool.array.data, self._slot_bytes)
-                written = tier.backend.write(records)
-                if tier.owners.hold(owner):
-                    failed = written
-                else:  # the path was replaced meanwhile: where this has gone is not accounted for
-                    tier.backend.release((), segments_of(records))
+            failed = tier.write(owner, span.records(self._pool.array.data, self._slot_bytes))
         finally:
             if failed:
                 job.cause = take_cause() or job.cause
@@ -467,7 +456,6 @@ class TransferExecutor:
     def _release(self, job: Job, tier: TierIo, release: Release) -> None:
         reason: FailureReason | None = FailureReason.IO_ERROR
         self._begin_write(tier)
-        take_cause()
         try:
             reason = tier.backend.release(release.runs, release.empty_segments)
         finally:
@@ -494,6 +482,7 @@ class TransferExecutor:
                 self._changed.notify_all()
 
     def _begin_write(self, tier: TierIo) -> None:
+        take_cause()  # of something that came before
         with self._lock:
             tier.progress.begin(self._clock.seconds())
 

@@ -184,6 +184,10 @@ class RecordSpan:
             )
         ]
 
+    def all_failed(self) -> dict[int, FailureReason]:
+        """Return all records by their index in the span, as if the device had refused them."""
+        return dict.fromkeys(range(self.record_count), FailureReason.IO_ERROR)
+
     def slots_without(self, failed: Container[int]) -> IntArray:
         """Return the slots of the records that did not fail."""
         slots = self.command.slots[self.start : self.stop]

@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING
 from tierstore.backend.late import LateBackend
 from tierstore.backend.opening import BackendOpener
 from tierstore.config import SecondaryConfig
-from tierstore.errors import ConfigError, MissingExtraError
 from tierstore.executor.progress import ReadGate, TierProgress
 from tierstore.io_pool import IoPool
 from tierstore.manifest import Manifest
 from tierstore.record import parse_places
 from tierstore.tier.owners import OwnerLocks
+from tierstore.transfer import FailureReason
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tierstore.backend.protocol import Backend, RecordIo
 
-__all__ = ["TierIo", "segments_of"]
+__all__ = ["TierIo"]
 
 _OPEN_SECONDS_MAX = 10.0
 """Who opens a tier waits so long for its device; then it is opened when it answers."""
@@ -68,16 +68,24 @@ class TierIo:
             self.pool.close(_OPEN_SECONDS_MAX)
             raise
 
+    def write(self, owner: int, records: "Sequence[RecordIo]") -> dict[int, FailureReason]:
+        """Write records as long as their places are the owner's; return the failed ones by index.
+
+        Called by the tier's threads, as the backend.
+        """
+        if self.owners.hold(owner):
+            failed = self.backend.write(records)
+            if self.owners.hold(owner):
+                return failed
+            # The path was replaced meanwhile: where this has gone is not accounted for.
+            places = parse_places([record.place for record in records])
+            self.backend.release((), sorted(set(places["segment"].tolist())))
+        return dict.fromkeys(range(len(records)), FailureReason.IO_ERROR)
+
     def close(self) -> None:
         """Close what the threads used, once they have ended."""
         self.backend.close()
         self.owners.close()
-
-
-def segments_of(records: "Sequence[RecordIo]") -> list[int]:
-    """Return the segments in which records lie."""
-    places = parse_places([record.place for record in records])
-    return sorted({int(segment) for segment in places["segment"]})
 
 
 class _FirstOpening:
@@ -86,14 +94,14 @@ class _FirstOpening:
     def __init__(self, late: LateBackend, owners: OwnerLocks) -> None:
         self._late = late
         self._owners = owners
-        self._error: ConfigError | MissingExtraError | None = None
+        self._error: Exception | None = None
         self._is_over = threading.Event()
 
     def run(self) -> None:
         try:
             self._owners.look()
             self._late.open()
-        except (ConfigError, MissingExtraError) as error:
+        except Exception as error:  # noqa: BLE001 - raised where the tier is opened
             self._error = error
         finally:
             self._is_over.set()

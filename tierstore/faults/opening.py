@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import TypeAlias
 
+from tierstore.bounded_log import bounded
 from tierstore.config import SecondaryConfig
 from tierstore.errors import ConfigError
 from tierstore.faults.plan import FaultPlan
@@ -13,7 +14,7 @@ from tierstore.system import SYSTEM, SystemCalls
 
 __all__ = ["ALLOW_FAULTS", "SystemOpener", "open_system"]
 
-_logger = logging.getLogger(__name__)
+_logger = bounded(logging.getLogger(__name__))
 
 ALLOW_FAULTS = "TIERSTORE_ALLOW_FAULTS"
 """The environment variable that has to be 1 where a configuration asks for faults."""

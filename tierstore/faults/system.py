@@ -41,6 +41,8 @@ class StruckSystem(SystemCalls):
         self._root = root
         self._directory = directory
         self._real = real
+        self._first_segment: int | None = None
+        """Segments are numbered from anywhere; in a trace they count from this one."""
 
     def at_database(self, directory: Path) -> SystemCalls:
         """Return the same for the database below `directory`."""
@@ -108,6 +110,10 @@ class StruckSystem(SystemCalls):
         """Truncate, or not."""
         if self._ask("truncate", _named(fd)) is None:
             self._real.truncate(fd, size_bytes)
+
+    def boot_id(self) -> bytes:
+        """Return what the real system says; no call to a device."""
+        return self._real.boot_id()
 
     def reach(self, point: DatabasePoint) -> None:
         """Pass a point, or not."""
@@ -178,8 +184,22 @@ class StruckSystem(SystemCalls):
         file = file.removesuffix(" (deleted)")
         if self._root is not None and Path(file).is_relative_to(self._root):
             file = os.fspath(Path(file).relative_to(self._root))
-        head, probe, _ = file.partition("/.probe-")
-        return head + probe
+        head, unnamed, _ = file.partition("/#")  # a file without a name, told by its inode
+        if unnamed or file.startswith("#"):
+            return "unnamed"
+        return self._counted(head)
+
+    def _counted(self, file: str) -> str:
+        folder, _, name = file.rpartition("/")
+        try:
+            number = int(name.removesuffix(".seg"), 16) if name.endswith(".seg") else None
+        except ValueError:
+            number = None
+        if number is None:
+            return file
+        if self._first_segment is None:
+            self._first_segment = number
+        return f"{folder}/{(number - self._first_segment + 1) & 0xFFFFFFFF:08x}.seg"
 
 
 def _named(fd: int) -> str:
@@ -211,7 +231,7 @@ def _asking(name: str) -> Callable[..., Any]:
     return call
 
 
-_NO_CALLS = {"reach", "at_database"}
+_NO_CALLS = {"reach", "at_database", "boot_id"}
 _CALLS = {name for name in vars(SystemCalls) if not name.startswith("_")} - _NO_CALLS
 for _name in _CALLS - vars(StruckSystem).keys():
     setattr(StruckSystem, _name, _asking(_name))

@@ -57,6 +57,7 @@ class CrashRecorder:
         self._changes: list[RecordedChange] = []
         self._known: dict[str, bytes] = {}
         """The content of databases and small files, as of the last look."""
+        self._is_durable = False
 
     @property
     def length(self) -> int:
@@ -66,6 +67,7 @@ class CrashRecorder:
 
     def open_system(self, config: SecondaryConfig) -> SystemCalls:
         """Return system calls that are recorded; what `TierStore.open` takes as `open_system`."""
+        self._is_durable |= config.io.durable
         return _RecordingSystem(self, config.path)
 
     def mark(self, note: object) -> None:
@@ -134,6 +136,9 @@ class CrashRecorder:
         offsets = range(0, len(content), PAGE_BYTES)
         # The meta pages are the first two, and are written last.
         for offset in [*offsets[2:], *offsets[:2]]:
+            if offset == 0 and self._is_durable:
+                # Of a durable tier, the library flushes a commit before its meta page.
+                self._changes.append(RecordedChange("flush", file))
             page = content[offset : offset + PAGE_BYTES]
             if page != before[offset : offset + PAGE_BYTES]:
                 self._changes.append(RecordedChange("write", file, offset, content=page))
@@ -147,6 +152,9 @@ class _RecordingSystem(SystemCalls):
 
     def at_database(self, directory: Path) -> SystemCalls:
         return _RecordingSystem(self._recorder, self._root, directory)
+
+    def boot_id(self) -> bytes:
+        return b"a recorded run"
 
     def open(self, path: Path | str, flags: int, directory: int | None = None) -> int:
         with self._recorder.lock:
@@ -205,7 +213,7 @@ class _RecordingSystem(SystemCalls):
 
     def _below_root(self, path: Path) -> str:
         """Return its name; nothing of a file without one, which no crash leaves."""
-        is_left_out = path.name.startswith(".probe") or path.name in _OMITTED
+        is_left_out = path.name.endswith(" (deleted)") or path.name in _OMITTED
         if is_left_out or not path.is_relative_to(self._root):
             return ""
         return os.fspath(path.relative_to(self._root))

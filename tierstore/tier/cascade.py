@@ -69,11 +69,13 @@ class Cascade:
         self._secondary = secondary
         self.health = health
         """What is known of the tier's device."""
-        self._return_count = 0
-        """Of the tier, as far as chunks that failed were asked for again."""
+        self._returned = (0, secondary.owner)
+        """How often it was in use again, as which owner, when what failed was last asked for."""
         self._counters = counters
         self._queue_bytes_max = queue_bytes_max
         self._newest_ticket = 0
+        self.retried_ticket = 0
+        """The last one that asked again for chunks whose demote had failed."""
         self._demotes = Demotes()
         self._trial_ticket = 0
         """The first of the last trial: what began before says nothing of the tier now."""
@@ -99,8 +101,10 @@ class Cascade:
 
     @property
     def is_retrying(self) -> bool:
-        """Whether chunks whose demote failed wait to be asked for again."""
-        return self._failures.is_retrying
+        """Whether chunks whose demote failed are asked for again, or will be by themselves soon."""
+        if not self._failures or not self.health.may_write_soon:
+            return False
+        return self._failures.is_retrying or self._is_back() or not self.health.is_writable
 
     @property
     def newest_ticket(self) -> int:
@@ -229,7 +233,7 @@ class Cascade:
         """Turn the catalog's answers into commands for the data plane."""
         commands: list[Command] = []
         if self._is_back():
-            self._return_count = self.health.write_return_count
+            self._returned = (self.health.write_return_count, self._secondary.owner)
             self._failures.begin_retry()
             self._crowding.end()
         for event in self._secondary.poll():
@@ -247,13 +251,14 @@ class Cascade:
                 )
                 self.on_erased(event.evicted)
                 self._releases.add(event)
+        # Before what waits for their bytes is asked for again.
+        commands += self._releases.commands(new_job_id)
         if self.health.allows_write_trial or (self.health.is_write_failing and not self._demotes):
             self._failures.begin_trial(TRIAL_CHUNKS)
         elif self.health.has_stalled and not self._demotes and self.health.is_writable:
             self.health.has_stalled = False
             self._failures.retry_unasked()
         self._retry_failed()
-        commands += self._releases.commands(new_job_id)
         self.health.look(
             is_writing=self._demotes.is_writing or self._releases.is_under_way,
             is_waiting=self._demotes.is_waiting,
@@ -308,10 +313,7 @@ class Cascade:
         self._failures.clear()
 
     def on_catalog_anew(self) -> None:
-        """Take note that the tier has another catalog: what it had recorded is gone.
-
-        The next flush records what is in memory.
-        """
+        """Take note that the tier has another catalog: what is in memory is recorded again."""
         self._settled &= self._in_flight
         if self._config.cascade == "write_through":
             resident = self._primary.coldest(len(self._primary))
@@ -365,8 +367,8 @@ class Cascade:
 
     def _is_back(self) -> bool:
         """Return whether the tier is in use again and what failed was not asked for since."""
-        is_news = self._return_count != self.health.write_return_count
-        return is_news and self.health.is_writable
+        returned = (self.health.write_return_count, self._secondary.owner)
+        return returned != self._returned and self.health.is_writable
 
     def _park(self, keys: Sequence[OffloadKey]) -> None:
         """Remember chunks for a tier that is out of use, until it is in use again."""
@@ -420,13 +422,9 @@ class Cascade:
         self._secondary.commit(writing.ticket, tuple(done.failed))
         written = len(keys)
         self.health.note_moved()
-        name = self._config.name
-        self._counters.add(Metric.DEMOTED_CHUNKS, written, label=name)
-        self._counters.add(
-            Metric.DEMOTED_BYTES,
-            written * self._groups[writing.group_idx].chunk_bytes,
-            label=name,
-        )
+        chunk_bytes = self._groups[writing.group_idx].chunk_bytes
+        self._counters.add(Metric.DEMOTED_CHUNKS, written, label=self.name)
+        self._counters.add(Metric.DEMOTED_BYTES, written * chunk_bytes, label=self.name)
         for index, reason in done.failed.items():
             self._note_refused([writing.keys[index]], reason)
         crowded = [i for i, reason in done.failed.items() if reason is FailureReason.CROWDED]
@@ -436,7 +434,6 @@ class Cascade:
             is_trial = writing.ticket >= self._trial_ticket
             self.health.note_refused(_worst(done.failed.values()), is_trial=is_trial)
         if crowded:
-            chunk_bytes = self._groups[writing.group_idx].chunk_bytes
             if self._crowding.make_way(len(crowded), chunk_bytes):
                 self._failures.retry([writing.keys[i] for i in crowded])
         elif not done.failed:
@@ -480,6 +477,7 @@ class Cascade:
         keys = self._failures.take((self._queue_bytes_max - self._queued_bytes) // chunk_bytes_max)
         slots = self._primary.locate(keys)
         self._request_groups([k for k, slot in zip(keys, slots, strict=True) if slot is not None])
+        self.retried_ticket = self._newest_ticket
 
     def _finish_keys(self, group_idx: int, keys: Sequence[OffloadKey]) -> None:
         self._primary.unpin(keys)

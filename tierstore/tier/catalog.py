@@ -25,7 +25,8 @@ from tierstore.faults import open_system
 from tierstore.geometry import SpaceGeometry
 from tierstore.key import OffloadKey
 from tierstore.layout import PAGE_BYTES
-from tierstore.lmdb_env import LmdbEnv, Transaction
+from tierstore.lmdb_env import LmdbEnv
+from tierstore.lmdb_library import Transaction
 from tierstore.manifest import Manifest
 from tierstore.marker import claim
 from tierstore.record import PLACE_BYTES
@@ -38,11 +39,13 @@ from tierstore.tier.catalog_opening import (
     enter_owner,
     enter_state,
     enter_units,
+    is_of_another_boot,
     require_version,
 )
 from tierstore.tier.catalog_schema import Databases, StateRow
 from tierstore.tier.catalog_txn import CatalogTxn
 from tierstore.tier.floors import Floors
+from tierstore.tier.lost_releases import repeat_lost_releases
 from tierstore.tier.owners import OwnerLock, is_owner_dead
 from tierstore.tier.space import Space
 from tierstore.transfer import Place
@@ -78,6 +81,18 @@ class SecondaryStats:
     evicted_count: int
     is_open: bool = True
     """False: the tier's device fails, and nobody can tell what is on it; the counts are zero."""
+
+    @classmethod
+    def unknown(cls, capacity_bytes: int) -> Self:
+        """Return what can be said of a tier that is not open."""
+        return cls(
+            record_count=0,
+            payload_bytes=0,
+            charged_bytes=0,
+            capacity_bytes=capacity_bytes,
+            evicted_count=0,
+            is_open=False,
+        )
 
 
 class Catalog:
@@ -158,6 +173,7 @@ class Catalog:
             config.path / "catalog",
             map_bytes=_MAP_BYTES,
             sealed=True,
+            durable=config.io.durable,
             tier=config.path,
             system=system,
         )
@@ -170,13 +186,25 @@ class Catalog:
             segments = stored_segments(config, geometry) if is_file else {}
             foreign = foreign_content(config, rank_count=geometry.rank_count)
             with env.write() as txn:
-                is_suspect = env.admission.is_suspect
+                is_suspect = env.admission.is_suspect or is_of_another_boot(
+                    txn, databases, env.admission, system.boot_id()
+                )
                 require_version(txn, databases, config, is_suspect=is_suspect)
                 units = enter_units(txn, databases, units, is_certain=is_certain)
                 geometry = SpaceGeometry.of(config, manifest, rank_count, units)
                 if is_suspect:
                     _verify_rows(txn, databases, geometry)
                 state = enter_state(txn, databases, config, geometry, segments)
+                if is_file and env.admission.is_alone:
+                    repeat_lost_releases(
+                        txn,
+                        databases,
+                        config,
+                        geometry,
+                        segments,
+                        catalog_pages=env.used_bytes() // PAGE_BYTES,
+                        system=system,
+                    )
                 _refuse(foreign)
                 is_foreign = enter_manifest(txn, databases, config, manifest)
                 owner_lock = enter_owner(txn, databases, config, manifest, state)

@@ -5,11 +5,10 @@ reset demands is owed to the catalog that comes, before anybody finds anything i
 """
 
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from tierstore.bounded_log import bounded
 from tierstore.errors import BackendError, CatalogError, ClosedError
@@ -32,10 +31,13 @@ from tierstore.tier.catalog_messages import (
     RequestPlaces,
     SecondaryEvent,
 )
-from tierstore.tier.catalog_reads import CatalogReads, Reading
+from tierstore.tier.catalog_reads import CatalogReads
 from tierstore.transfer import FailureReason
 
-__all__ = ["CatalogDesk", "CatalogEnd", "CatalogTask", "DeskItem"]
+if TYPE_CHECKING:
+    import threading
+
+__all__ = ["CatalogDesk", "CatalogEnd", "DeskItem"]
 
 _logger = bounded(logging.getLogger(__name__))
 
@@ -45,26 +47,7 @@ class CatalogEnd:
     """Over: leave the catalog, flush and close it. Nothing of it is being read any more."""
 
 
-class CatalogTask:
-    """Something to be done with the catalog in the mailbox's thread, and waited for."""
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        """`call` may raise errors of ours."""
-        self._reading = Reading(call)
-        self._is_over = threading.Event()
-
-    def run(self) -> None:
-        """Do it."""
-        self._reading.run()
-        self._is_over.set()
-
-    def wait(self) -> None:
-        """Return when it is done; raise what it raised."""
-        self._is_over.wait()
-        self._reading.answer()
-
-
-DeskItem: TypeAlias = Operation | CatalogNews | CatalogEnd | CatalogTask
+DeskItem: TypeAlias = Operation | CatalogNews | CatalogEnd
 
 
 class CatalogDesk:
@@ -92,9 +75,7 @@ class CatalogDesk:
         """Handle what has gathered in the mailbox, in order."""
         operations: list[Operation] = []
         for item in items:
-            if isinstance(
-                item, CatalogOpened | CatalogLost | CatalogFound | CatalogEnd | CatalogTask
-            ):
+            if isinstance(item, CatalogOpened | CatalogLost | CatalogFound | CatalogEnd):
                 self._apply(operations)
                 operations = []
                 self._take(item)
@@ -104,7 +85,7 @@ class CatalogDesk:
                 operations.append(item)
         self._apply(operations)
 
-    def _take(self, news: CatalogNews | CatalogEnd | CatalogTask) -> None:
+    def _take(self, news: CatalogNews | CatalogEnd) -> None:
         match news:
             case CatalogOpened(opened):
                 self._begin(opened)
@@ -118,8 +99,6 @@ class CatalogDesk:
                     opened.writer.handle([Evict()])
             case CatalogEnd():
                 self._end()
-            case CatalogTask():
-                news.run()
 
     def _begin(self, opened: OpenCatalog) -> None:
         if self._is_over:
@@ -152,6 +131,12 @@ class CatalogDesk:
         self._is_over = True
         opened, self.opened = self.opened, None
         if opened is None:
+            if self._owed:
+                _logger.error(
+                    "closed without its catalog, which has not recorded a reset: what it forgot "
+                    "will be found again, unless the path is removed: tier=%s",
+                    self._name,
+                )
             return
         opened.writer.handle([Leave()])
         try:

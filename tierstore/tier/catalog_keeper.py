@@ -187,8 +187,8 @@ class CatalogKeeper:
             opened = self._open_catalog()
         except TierStoreError as failure:
             error = failure
-        except OSError as failure:
-            error = BackendError(f"{self._path}: {failure}")
+        except (OSError, MemoryError) as failure:
+            error = BackendError(f"{self._path}: {failure or 'no memory'}")
             error.__cause__ = failure
         if error is None:
             self._take(opened)

@@ -1,5 +1,7 @@
 """What goes into a catalog's mailbox, and what comes out of it."""
 
+from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from tierstore.key import Namespace, OffloadKey
@@ -22,6 +24,7 @@ __all__ = [
     "SecondaryEvent",
     "SweepGarbage",
     "TouchKeys",
+    "take_all",
 ]
 
 
@@ -150,3 +153,12 @@ Operation = (
     | SweepGarbage
     | Leave
 )
+
+
+def take_all(events: deque[SecondaryEvent]) -> list[SecondaryEvent]:
+    """Take what is there; another thread may take it, too."""
+    taken: list[SecondaryEvent] = []
+    with suppress(IndexError):
+        while True:
+            taken.append(events.popleft())
+    return taken

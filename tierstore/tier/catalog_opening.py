@@ -14,7 +14,8 @@ from tierstore.errors import (
     ManifestError,
 )
 from tierstore.geometry import SpaceGeometry
-from tierstore.lmdb_env import Transaction
+from tierstore.lmdb_file import Admission
+from tierstore.lmdb_library import Transaction
 from tierstore.manifest import Manifest, namespace_of
 from tierstore.tier.budget import read_owners
 from tierstore.tier.catalog_check import verify_sums
@@ -30,7 +31,14 @@ from tierstore.tier.orphans import release_orphans
 from tierstore.tier.owners import OwnerLock, bury_dead, is_owner_dead
 from tierstore.tier.space import Space
 
-__all__ = ["enter_manifest", "enter_owner", "enter_state", "enter_units", "require_version"]
+__all__ = [
+    "enter_manifest",
+    "enter_owner",
+    "enter_state",
+    "enter_units",
+    "is_of_another_boot",
+    "require_version",
+]
 
 _logger = bounded(logging.getLogger(__name__))
 
@@ -39,6 +47,7 @@ _FIRST_NUMBER_MAX = 1 << 30
 """Segments and owners have 31 bits: half of them are left to count on."""
 _FIRST_ID_MAX = 1 << 48
 _UNITS_KEY = b"units"
+_BOOT_KEY = b"boot"
 
 
 def require_version(
@@ -59,6 +68,21 @@ def require_version(
             f"{CATALOG_VERSION}; remove the directory, it is rebuilt from nothing, or choose "
             "another path"
         )
+
+
+def is_of_another_boot(
+    txn: Transaction, databases: Databases, admission: Admission, boot_id: bytes
+) -> bool:
+    """Return whether a power cut may have mixed older pages into the rows; enter our boot.
+
+    Pages carry no mark of their age: a tree may be whole, and say what was never true.
+    """
+    is_new = not any(txn.stat(db=db)["entries"] for db in (databases.state, databases.records))
+    stored = txn.get(_BOOT_KEY, db=databases.state)
+    if stored != boot_id:
+        txn.put(_BOOT_KEY, boot_id, db=databases.state)
+    is_proven = is_new or admission.is_proven
+    return stored != boot_id and admission.is_alone and not is_proven
 
 
 def enter_units(

@@ -2,6 +2,7 @@
 
     state       b"state"                 -> StateRow
     state       b"units"                 -> BlockUnits, unless every page comes back by itself
+    state       b"boot"                  -> the run of the system in which it was opened last
     namespaces  namespace (8)            -> manifest, canonical JSON in full
     epochs      namespace (8)            -> owner (u32 LE): the one process that asks for it
     floors      namespace (8)            -> segment (u32 LE): its records in older ones are garbage
@@ -25,7 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.errors import CatalogDamagedError
-from tierstore.lmdb_env import Database, LmdbEnv
+from tierstore.lmdb_env import LmdbEnv
+from tierstore.lmdb_library import Database
 from tierstore.record import PLACE_DTYPE
 
 __all__ = [

@@ -97,9 +97,13 @@ class CatalogWriter:
     def handle(self, operations: Iterable[Operation]) -> None:
         """Apply operations in order; never raises for a failing catalog."""
         retained, self._retained = self._retained, []
+        error: Exception | None = None
         for batch in batches([*retained, *operations], self._key_count):
-            if isinstance(batch[0], ForgetNamespace):
-                self._forget(batch[0])
+            if error is not None:
+                # A reset that is done later must not forget what came after it.
+                self._give_up(batch, error)
+            elif isinstance(batch[0], ForgetNamespace):
+                error = self._forget(batch[0])
             elif isinstance(batch[0], SweepGarbage):
                 self._sweep_step()
             elif self._catalog.is_outgrowing():
@@ -401,8 +405,11 @@ class CatalogWriter:
         self._adopted_at = now
         return list(map(_freed, work.adopt_dead(self._catalog.is_owner_dead)))
 
-    def _forget(self, operation: ForgetNamespace) -> None:
-        """Forget a namespace in one transaction, however many records it has."""
+    def _forget(self, operation: ForgetNamespace) -> Exception | None:
+        """Forget a namespace in one transaction, however many records it has.
+
+        Returns why not.
+        """
         namespace = operation.namespace
         refused = [r for r in self.waiting if r.keys and r.keys[0].startswith(namespace)]
         self.waiting = deque(request for request in self.waiting if request not in refused)
@@ -416,12 +423,13 @@ class CatalogWriter:
         except (BackendError, CatalogError) as error:
             self._log("catalog write failed", error)
             self._give_up([operation], error)
-            return
+            return error
         self.forgotten_count += 1
         self._sweep = Sweep(floors)
         self._needs_sync = True
         if freed:
             self.events.append(_freed(freed))
+        return None
 
     def _sweep_step(self) -> None:
         if self._sweep is None or self._catalog.is_outgrowing():

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from tierstore.errors import BackendError, CatalogError, ClosedError
 from tierstore.key import OffloadKey
 from tierstore.tier.catalog_reads import CatalogReads, Reading
 from tierstore.tier.reservation import ChunkState
-from tierstore.transfer import Place
+from tierstore.transfer import FailureReason, Place
 
-__all__ = ["ASKED_AT_ONCE_MAX", "STEP_SECONDS_MAX", "Lookups"]
+__all__ = ["ASKED_AT_ONCE_MAX", "STEP_SECONDS_MAX", "Hidden", "Lookups"]
 
 ASKED_AT_ONCE_MAX = 16
 """Keys for which a step waits; about 2 us each, and 50 us for the thread."""
@@ -43,6 +44,12 @@ _KEPT_STEPS = 32
 
 
 Locate = Callable[[Sequence[OffloadKey]], list[Place | None]]
+Hidden = Callable[[Sequence[OffloadKey], FailureReason], None]
+Wait = Callable[[], None]
+
+
+def _nothing(keys: Sequence[OffloadKey], reason: FailureReason) -> None:
+    del keys, reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +69,12 @@ class Lookups:
     """
 
     def __init__(self, locate: Locate, reads: CatalogReads, *, places_seconds_max: float) -> None:
-        """`locate` looks keys up and must not raise; the thread of `reads` calls it.
+        """`locate` looks keys up, or raises an error of ours; the thread of `reads` calls it.
 
         `places_seconds_max` bounds for how long `places` waits for a lookup without progress.
         """
+        self.on_hidden: Hidden = _nothing
+        """Called with keys that are said absent because nobody could look them up."""
         self._locate = locate
         self._reads = reads
         self._places_seconds_max = places_seconds_max
@@ -75,29 +84,53 @@ class Lookups:
         """Their keys, with the number of the step."""
         self._young: dict[OffloadKey, Place | None] = {}
         self._old: dict[OffloadKey, Place | None] = {}
+        self._ahead_questions: list[_Question] = []
+        """Those that `look_ahead` has asked, until they are answered."""
+        self._ahead: dict[OffloadKey, Place | None] = {}
+        """Their answers, each for one `places`."""
         self._step_count = 0
         self._step_seconds_left = STEP_SECONDS_MAX
         self._reset_count = 0
 
     @property
     def is_stuck(self) -> bool:
-        """Whether a lookup hangs in its device: nothing is found meanwhile."""
-        return self._reads.is_stuck(STEP_SECONDS_MAX)
+        """Whether a lookup has hung in its device for as long as `places` waits."""
+        return self._reads.is_stuck(self._places_seconds_max)
+
+    def _is_slow(self) -> bool:
+        """Return whether a lookup takes longer than a step may: nothing is found meanwhile."""
+        return self._reads.is_stuck(min(STEP_SECONDS_MAX, self._places_seconds_max))
 
     def states(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
         """Return of each key whether it is recorded, absent, or (arriving) being looked up."""
         known, asked = self._known(keys)
         unknown = asked
-        if asked and not self.is_stuck:
+        if asked and not self._is_slow():
             waits_long = self._waits_long(asked)
             self._ask(asked)
             if len(asked) <= ASKED_AT_ONCE_MAX or waits_long:
                 self._wait()
                 known, unknown = self._known(keys)
-        missing = ChunkState.ABSENT if unknown and self.is_stuck else ChunkState.ARRIVING
+        missing = ChunkState.ARRIVING
+        if unknown and self._is_slow():
+            missing = ChunkState.ABSENT
+            self.on_hidden(unknown, FailureReason.STALLED)
         if len(asked) <= ASKED_AT_ONCE_MAX:
             self.forget(asked)  # they are asked for again as easily, and then it is not outdated
         return [_state(known[key]) if key in known else missing for key in keys]
+
+    def look_ahead(self, keys: Sequence[OffloadKey]) -> Wait | None:
+        """Begin to look up what `places` is asked for next, which waits for nothing then.
+
+        Return what waits until that is over, or takes too long; any thread may call it. None: there
+        is nothing to wait for.
+        """
+        _, unknown = self._known(keys)
+        if not unknown or self.is_stuck:
+            return None
+        reading = self._reads.ask(partial(self._locate, tuple(unknown)))
+        self._ahead_questions.append(_Question(tuple(unknown), self._reset_count, reading))
+        return partial(self._wait_for_places, reading)
 
     def places(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
         """Return the place of each recorded key; what is not known is looked up, and waited for.
@@ -105,16 +138,33 @@ class Lookups:
         Nothing is found where that takes too long, nor until that lookup has ended.
         """
         known, unknown = self._known(keys)
-        if unknown and not self._reads.is_stuck(self._places_seconds_max):
-            reading = self._reads.ask(partial(self._locate, tuple(unknown)))
-            seconds = max(self._places_seconds_max, _TURN_SECONDS_MAX)
-            if self._reads.wait(reading, seconds, self._places_seconds_max):
-                known.update(zip(unknown, reading.answer(), strict=True))
+        if unknown and (self._ahead or self._ahead_questions):
+            unknown = self._take_ahead(known, unknown)
+        if unknown:
+            known.update(zip(unknown, self._look_up(unknown), strict=True))
         return [known.get(key) for key in keys]
+
+    def _look_up(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
+        if not self.is_stuck:
+            reading = self._reads.ask(partial(self._locate, tuple(keys)))
+            self._wait_for_places(reading)
+            if reading.is_done:
+                return self._answer(reading, keys)
+        self.on_hidden(keys, FailureReason.STALLED)
+        return [None] * len(keys)
+
+    def _answer(
+        self, reading: Reading[list[Place | None]], keys: Sequence[OffloadKey]
+    ) -> list[Place | None]:
+        try:
+            return reading.answer()
+        except (BackendError, CatalogError, ClosedError):
+            self.on_hidden(keys, FailureReason.IO_ERROR)
+            return [None] * len(keys)
 
     def forget(self, keys: Iterable[OffloadKey]) -> None:
         """Drop answers about records that came or went."""
-        for known in (self._young, self._old):
+        for known in (self._young, self._old, self._ahead):
             if known:
                 for key in keys:
                     known.pop(key, None)
@@ -122,7 +172,7 @@ class Lookups:
     def reset(self) -> None:
         """Drop all answers, those on their way too."""
         self._reset_count += 1
-        self._young, self._old = {}, {}
+        self._young, self._old, self._ahead = {}, {}, {}
 
     def end_step(self) -> None:
         """Let answers grow older."""
@@ -130,6 +180,7 @@ class Lookups:
         self._step_count += 1
         if self._step_count % _KEPT_STEPS == 0:
             self._young, self._old = {}, self._young
+            self._ahead = {}  # nobody came for them
 
     def _known(
         self, keys: Sequence[OffloadKey]
@@ -141,6 +192,30 @@ class Lookups:
             if answers:
                 known.update((key, answers[key]) for key in keys if key in answers)
         return known, [key for key in keys if key not in known] if known else keys
+
+    def _take_ahead(
+        self, known: dict[OffloadKey, Place | None], unknown: Sequence[OffloadKey]
+    ) -> Sequence[OffloadKey]:
+        """Add what was looked up ahead to what is known; return the keys that were not.
+
+        Those whose lookup was waited for in vain are not waited for again.
+        """
+        late: set[OffloadKey] = set()
+        questions, self._ahead_questions = self._ahead_questions, []
+        for question in questions:
+            if not question.reading.is_done:
+                self._ahead_questions.append(question)
+                late.update(question.keys)
+            elif question.reset_count == self._reset_count:
+                places = self._answer(question.reading, question.keys)
+                self._ahead.update(zip(question.keys, places, strict=True))
+        known.update((key, self._ahead.pop(key)) for key in unknown if key in self._ahead)
+        self.on_hidden([key for key in unknown if key in late], FailureReason.STALLED)
+        return [key for key in unknown if key not in known and key not in late]
+
+    def _wait_for_places(self, reading: Reading[list[Place | None]]) -> None:
+        seconds = max(self._places_seconds_max, _TURN_SECONDS_MAX)
+        self._reads.wait(reading, seconds, self._places_seconds_max)
 
     def _waits_long(self, unknown: Sequence[OffloadKey]) -> bool:
         asked_at = self._queued.get(unknown[0], self._step_count)
@@ -170,7 +245,7 @@ class Lookups:
             for key in question.keys:
                 self._queued.pop(key, None)
             if question.reset_count == self._reset_count:
-                places = question.reading.answer()
+                places = self._answer(question.reading, question.keys)
                 self._young.update(zip(question.keys, places, strict=True))
 
 

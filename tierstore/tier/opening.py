@@ -51,40 +51,30 @@ def open_stack(
     """
     groups = manifest.group_specs()
     primary = _primary(config, groups)
-    tiers = [
-        SecondaryTier(
-            tier,
-            manifest,
-            tier_idx=tier_idx,
-            rank_count=rank_count,
-            system=open_system(tier),
-            lookup_seconds_max=lookup_seconds_max,
-            on_opened=partial(_count_opening, counters, tier.name),
-        )
-        for tier_idx, tier in enumerate(config.secondary)
-    ]
-    secondaries = _open_tiers(tiers)
-    # Write-behind pins chunks: half of the primary tier always stays free for the engine. One
-    # chunk at least, or none would ever be written.
-    share_bytes = config.primary.capacity_bytes // (2 * max(1, len(config.secondary)))
-    chunk_bytes = max((group.chunk_bytes for group in groups), default=0)
+    secondaries = _open_tiers(
+        [
+            SecondaryTier(
+                tier,
+                manifest,
+                tier_idx=tier_idx,
+                rank_count=rank_count,
+                system=open_system(tier),
+                lookup_seconds_max=lookup_seconds_max,
+                on_opened=partial(_count_opening, counters, tier.name),
+            )
+            for tier_idx, tier in enumerate(config.secondary)
+        ]
+    )
     clock = clock or MonotonicClock()
-    cascades = [
-        Cascade(
-            tier_idx=tier_idx,
-            config=tier,
-            groups=groups,
-            primary=primary,
-            secondary=secondary,
-            health=TierHealth(secondary, tier.name, tier.io, clock, counters),
-            counters=counters,
-            queue_bytes_max=max(chunk_bytes, min(tier.io.write_queue_bytes, share_bytes)),
-            residency=residency,
-        )
-        for tier_idx, (tier, secondary) in enumerate(
-            zip(config.secondary, secondaries, strict=True)
-        )
-    ]
+    cascades = _cascades(
+        config,
+        groups,
+        primary,
+        secondaries,
+        counters=counters,
+        clock=clock,
+        residency=residency,
+    )
     _connect(secondaries, cascades)
     return TierStack(
         groups,
@@ -96,6 +86,38 @@ def open_stack(
         clock=clock,
         residency=residency,
     )
+
+
+def _cascades(
+    config: StoreConfig,
+    groups: Sequence[GroupSpec],
+    primary: PrimaryTier,
+    secondaries: Sequence[SecondaryTier],
+    *,
+    counters: Counters,
+    clock: Clock,
+    residency: ResidencyLog | None,
+) -> list[Cascade]:
+    # Write-behind pins chunks: half of the primary tier always stays free for the engine. One
+    # chunk at least, or none would ever be written.
+    share_bytes = config.primary.capacity_bytes // (2 * max(1, len(config.secondary)))
+    queue_bytes_min = max((group.chunk_bytes for group in groups), default=0)
+    return [
+        Cascade(
+            tier_idx=tier_idx,
+            config=tier,
+            groups=groups,
+            primary=primary,
+            secondary=secondary,
+            health=TierHealth(secondary, tier.name, tier.io, clock, counters),
+            counters=counters,
+            queue_bytes_max=max(queue_bytes_min, min(tier.io.write_queue_bytes, share_bytes)),
+            residency=residency,
+        )
+        for tier_idx, (tier, secondary) in enumerate(
+            zip(config.secondary, secondaries, strict=True)
+        )
+    ]
 
 
 def check_tiers(config: StoreConfig, manifest: Manifest, *, rank_count: int) -> None:

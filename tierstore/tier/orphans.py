@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from tierstore.lmdb_env import Transaction
+from tierstore.lmdb_library import Transaction
 from tierstore.tier.catalog_schema import (
     Databases,
     PendingRow,
@@ -13,10 +13,10 @@ from tierstore.tier.catalog_schema import (
     wide_key,
 )
 
-__all__ = ["release_orphans"]
+__all__ = ["NOBODY", "release_orphans"]
 
 _NO_NAMESPACE = bytes(8)
-_NOBODY = 0
+NOBODY = 0
 """An owner who never lives: whoever recovers next takes over what is his."""
 
 
@@ -38,7 +38,7 @@ def release_orphans(
         return False
     for segment, pages in segments.items():
         row = SegmentRow(
-            _NOBODY,
+            NOBODY,
             state.rank_count,
             page_count=pages,
             namespace=_NO_NAMESPACE,
@@ -51,7 +51,7 @@ def release_orphans(
     charged_pages = sum(segments.values()) * state.rank_count
     state.charged_pages += charged_pages
     state.pending_pages += charged_pages
-    pending = PendingRow(_NOBODY, empty_segments=sorted(segments))
+    pending = PendingRow(NOBODY, empty_segments=sorted(segments))
     txn.put(wide_key(state.next_pending), pending.pack(), db=databases.pending)
     state.next_pending += 1
     state.next_segment = max(state.next_segment, max(segments) + 1)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from tierstore.clock import Clock
 from tierstore.key import OffloadKey
+from tierstore.metrics import Counters, Metric
 from tierstore.tier.health import TierHealth
 from tierstore.tier.reservation import ChunkState
 from tierstore.tier.secondary import SecondaryTier
@@ -53,6 +54,8 @@ class ReadableRecords:
         secondary: SecondaryTier,
         health: TierHealth,
         clock: Clock,
+        counters: Counters,
+        *,
         hung_bytes_max: int,
         on_removed: Callable[[Sequence[OffloadKey]], None],
     ) -> None:
@@ -61,6 +64,10 @@ class ReadableRecords:
         `on_removed` is told of records that are removed because they cannot be read.
         """
         self._secondary = secondary
+        secondary.tell_of_hidden(self._count_hidden)
+        self._counters = counters
+        self._counted: set[OffloadKey] = set()
+        """Chunks that nobody could look up, and that were counted as missed."""
         self.health = health
         """What is known of the tier's device: what it does not let through is absent."""
         self._was_readable = True
@@ -78,6 +85,11 @@ class ReadableRecords:
             return self._secondary.locate(keys)
         places = dict(zip(asked, self._secondary.locate(asked), strict=True)) if asked else {}
         return [places.get(key) for key in keys]
+
+    def look_ahead(self, keys: Sequence[OffloadKey]) -> Callable[[], None] | None:
+        """Do as `SecondaryTier.look_ahead`, for what `locate` would ask for."""
+        asked = self._askable(keys)
+        return self._secondary.look_ahead(asked) if asked else None
 
     def states(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
         """Do as `SecondaryTier.states`; absent is also what cannot be read now."""
@@ -166,7 +178,10 @@ class ReadableRecords:
             self._failures.clear()  # they were the device's
         self._was_readable = is_readable
         if not count_max or self._hung_bytes > self._hung_bytes_max:
+            self._count_hidden(keys, FailureReason.STALLED)
             return ()
+        if self._counted:
+            self._counted.difference_update(keys)
         if is_readable and not self._failures and not self._hung:
             return keys
         now = self._clock.seconds()
@@ -176,4 +191,16 @@ class ReadableRecords:
             for key in keys
             if key not in hung and (key not in failures or failures[key].hidden_until <= now)
         ]
-        return askable[:count_max]
+        if len(askable) > count_max:
+            self._count_hidden(askable[count_max:], FailureReason.STALLED)
+            return askable[:count_max]
+        return askable
+
+    def _count_hidden(self, keys: Sequence[OffloadKey], reason: FailureReason) -> None:
+        """Count chunks that the tier may have, and nobody can look up: once for all questions."""
+        fresh = set(keys).difference(self._counted)
+        if fresh:
+            self._counters.add(Metric.MISSES, len(fresh), label=reason.value)
+            if len(self._counted) > _REMEMBERED_MAX:
+                self._counted.clear()
+            self._counted |= fresh

@@ -3,10 +3,10 @@
 import logging
 import math
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from typing import Self, TypeVar
+from typing import Self
 
 from tierstore.bounded_log import bounded
 from tierstore.clock import MonotonicClock
@@ -19,7 +19,7 @@ from tierstore.key import OffloadKey
 from tierstore.manifest import Manifest
 from tierstore.system import SystemCalls
 from tierstore.tier.catalog import Catalog, SecondaryStats
-from tierstore.tier.catalog_desk import CatalogDesk, CatalogEnd, CatalogTask, DeskItem
+from tierstore.tier.catalog_desk import CatalogDesk, CatalogEnd, DeskItem
 from tierstore.tier.catalog_keeper import CatalogKeeper, CatalogNews, KeeperPace, OpenCatalog
 from tierstore.tier.catalog_messages import (
     BeginEpoch,
@@ -35,10 +35,11 @@ from tierstore.tier.catalog_messages import (
     SecondaryEvent,
     SweepGarbage,
     TouchKeys,
+    take_all,
 )
 from tierstore.tier.catalog_reads import CatalogReads
 from tierstore.tier.catalog_writer import CatalogWriter
-from tierstore.tier.lookup import Lookups
+from tierstore.tier.lookup import Hidden, Lookups
 from tierstore.tier.reservation import ChunkState
 from tierstore.transfer import Place
 
@@ -46,13 +47,9 @@ __all__ = ["OPEN_SECONDS_MAX", "SecondaryTier"]
 
 _logger = bounded(logging.getLogger(__name__))
 
-Answer = TypeVar("Answer")
-
 OPEN_SECONDS_MAX = 10.0
 """Who opens a tier waits so long for its device; then it is opened in the background."""
 _CLOSE_SECONDS = 30.0
-_READ_SECONDS_MIN = 30.0
-"""What reads all rows is waited for so long at least."""
 _ADVICE_WAITING_MAX = 1024
 """A catalog that is slower than its callers hears no more of uses and of worthless records."""
 _TOUCH_SECONDS = 0.1
@@ -108,12 +105,11 @@ class SecondaryTier:
         self._name = name = f"{tier_idx}-{config.name}"
         self._pins: Counter[OffloadKey] = Counter()
         self._clock = MonotonicClock()
-        self._patience_seconds = config.io.deadline_seconds
         self._reads = CatalogReads(f"lookup-{name}")
         self._lookups = Lookups(
             self._look_up,
             self._reads,
-            places_seconds_max=lookup_seconds_max or self._patience_seconds,
+            places_seconds_max=lookup_seconds_max or config.io.deadline_seconds,
         )
         if pace is None:
             # Each search of an lmdb tier opens its databases, and what is in them is bounded.
@@ -255,6 +251,14 @@ class SecondaryTier:
             return [None] * len(keys)
         return self._lookups.places(keys)
 
+    def tell_of_hidden(self, listener: Hidden) -> None:
+        """Call `listener` with the keys that `locate` and `states` could not look up."""
+        self._lookups.on_hidden = listener
+
+    def look_ahead(self, keys: Sequence[OffloadKey]) -> Callable[[], None] | None:
+        """Begin to look up what `locate` is asked for next (`Lookups.look_ahead`)."""
+        return self._lookups.look_ahead(keys) if self.is_open else None
+
     def states(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
         """Return of each key whether it is recorded, absent, or (arriving) being looked up still.
 
@@ -269,7 +273,11 @@ class SecondaryTier:
         self._lookups.forget(keys)
 
     def _look_up(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
-        """Look keys up, in the thread that reads; another catalog is closed there, too."""
+        """Look keys up, in the thread that reads; another catalog is closed there, too.
+
+        Raises:
+            BackendError, ClosedError: the catalog cannot be read.
+        """
         opened = self._desk.opened
         if opened is None:
             return [None] * len(keys)
@@ -280,7 +288,7 @@ class SecondaryTier:
             if not self._is_failing:
                 self._is_failing = True
                 _logger.warning("locate failed: tier=%s cause=%s", self._name, error)
-            return [None] * len(keys)
+            raise
 
     def request_places(self, ticket: int, keys: Sequence[OffloadKey], payload_bytes: int) -> None:
         """Ask for one place per key, all of `payload_bytes`; answered by `Placed` or `Refused`.
@@ -363,10 +371,10 @@ class SecondaryTier:
         if self._touched and self._clock.seconds() - self._touched_at > _TOUCH_SECONDS:
             self._put_touched()
         self._serve()
-        polled = _pop_all(self._desk.answers)
+        polled = take_all(self._desk.answers)
         served = self._served
         if served is not None:
-            polled += _pop_all(served.writer.events)
+            polled += take_all(served.writer.events)
         for event in polled:
             if isinstance(event, Freed):
                 self._lookups.forget(event.evicted)
@@ -410,15 +418,8 @@ class SecondaryTier:
             CatalogError: the catalog is damaged.
         """
         with suppress(_NotOpenError):
-            return self._read(Catalog.stats)
-        return SecondaryStats(
-            record_count=0,
-            payload_bytes=0,
-            charged_bytes=0,
-            capacity_bytes=self._config.capacity_bytes,
-            evicted_count=0,
-            is_open=False,
-        )
+            return self._catalog.stats()
+        return SecondaryStats.unknown(self._config.capacity_bytes)
 
     def check(self) -> list[str]:
         """Verify the catalog's invariants; return the violations in words (empty: sound).
@@ -426,34 +427,34 @@ class SecondaryTier:
         A tier that cannot be verified is none that is sound.
         """
         try:
-            return self._read(Catalog.check)
+            return self._catalog.check()
         except (BackendError, CatalogError, ClosedError) as error:
             return [str(error)]
-
-    def _read(self, call: Callable[[Catalog], Answer]) -> Answer:
-        """Read in the thread for that, for a bounded time."""
-        if not self.is_stuck:
-            reading = self._reads.ask(lambda: call(self._catalog))
-            # All rows of a large catalog may have to be read.
-            if self._reads.wait(reading, max(self._patience_seconds, _READ_SECONDS_MIN)):
-                return reading.answer()
-        raise BackendError(
-            f"secondary {self._config.name!r}: its catalog does not answer; its device hangs"
-        )
 
     def sync(self) -> None:
         """Flush the catalog to the device; for a thread that may wait.
 
         Raises:
-            BackendError: the device refused, or there is no catalog.
+            BackendError: the device refused, there is no catalog, or it has not done a reset yet.
         """
-        # In the writer's thread, so that nobody closes the catalog meanwhile.
-        task = CatalogTask(lambda: self._catalog.sync())  # noqa: PLW0108 - the catalog of then
+        self._require_reset()
         try:
-            self._mailbox.put(task)
+            self._catalog.sync()
         except ClosedError as error:
             raise BackendError(f"secondary {self._config.name!r}: is closed") from error
-        task.wait()
+
+    def _require_reset(self) -> None:
+        """Try a reset once more that a failing catalog has not done."""
+        if self._desk.forgotten_count >= self._hidden_until:
+            return
+        with suppress(ClosedError):
+            self._mailbox.put(Evict())  # whatever comes, what has failed is tried before it
+            self._mailbox.wait_idle(self._config.io.deadline_seconds)
+        if self._desk.forgotten_count < self._hidden_until:
+            raise BackendError(
+                f"secondary {self._config.name!r}: its catalog has not recorded a reset: "
+                f"{self.complaint or self.failure}"
+            )
 
     def close(self, timeout_seconds: float | None = None) -> None:
         """Finish the queue, sync the catalog to the device, stop the threads; idempotent.
@@ -489,14 +490,5 @@ class SecondaryTier:
             self._mailbox.offer(advice, _ADVICE_WAITING_MAX)
 
 
-def _nothing() -> None:
+def _nothing(*_: object) -> None:
     pass
-
-
-def _pop_all(events: deque[SecondaryEvent]) -> list[SecondaryEvent]:
-    """Take what is there; another thread may take it, too."""
-    taken: list[SecondaryEvent] = []
-    with suppress(IndexError):
-        while True:
-            taken.append(events.popleft())
-    return taken
