@@ -124,6 +124,7 @@ def _endure(
     with timed_steps(lab) as found["steps"]:
         for _ in range(_ROUNDS):
             found["broken"] = lab.ask(kept)
+            found.setdefault("at once", found["broken"])
             found["fresh"] = lab.ask(fresh)
             lab.llm.reset_prefix_cache()
             found["from memory"] = lab.ask(fresh)

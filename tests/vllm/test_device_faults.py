@@ -6,7 +6,7 @@ in its process (`lab`), whose device is told to fail (`device_faults`). One more
 whose server is stopped (`fuse_directory`), and others have a broken device when they start.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,16 +30,17 @@ STALL_SECONDS_MAX = 5
 """What no step may take even on a busy machine; what it does take is printed."""
 OPEN_SECONDS_MAX = 120
 """The same of an engine's start."""
-TRIPPED, DROPPED, GONE = "tier_trips{disk}", "dropped_demotes{full}", "misses{absent}"
-FAULTS = {
-    "refusing": TRIPPED,
-    "full": DROPPED,
-    "hung": TRIPPED,
-    "vanished": GONE,
-    "stopped": TRIPPED,
-    "frozen": TRIPPED,
+TRIPPED = "tierstore_tier_trips{disk}"
+DEMOTED = "tierstore_demoted_chunks{disk}"
+FAULTS: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "refusing": lambda phase: phase["counts"][TRIPPED] > 0,
+    "full": lambda phase: phase["counts"]["tierstore_dropped_demotes{full}"] > 0,
+    "hung": lambda phase: phase["counts"][TRIPPED] > 0,
+    "vanished": lambda phase: not any(phase["at once"]["cached"]),
+    "stopped": lambda phase: not phase["counts"].get(DEMOTED),
+    "frozen": lambda phase: phase["counts"][TRIPPED] > 0,
 }
-"""With what each must leave in the metrics: otherwise there was no fault."""
+"""With what each must leave behind: otherwise there was no fault."""
 CASES = [
     (backend, is_frozen, fault)
     for backend in ("file", "lmdb")
@@ -137,8 +138,9 @@ def test_prompts_that_only_the_disk_has_are_hit_while_it_is_healthy(fault: Fault
 
 
 def test_the_fault_is_noticed(fault: Fault):
-    assert fault.phase["counts"][f"tierstore_{FAULTS[fault.name]}"] > 0
-    assert TRIPPED not in fault.healthy["counts"]
+    assert FAULTS[fault.name](fault.phase)
+    assert fault.healthy["counts"][DEMOTED] > 0
+    assert not fault.healthy["counts"].get(TRIPPED)
 
 
 def test_answers_are_right_while_the_device_is_broken_and_after(fault: Fault):
