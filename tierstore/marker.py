@@ -1,5 +1,8 @@
 """The marker of a tier's path: a file that says that all below it is ours, to change and remove.
 
+    tierstore directory, version 1
+    <xxh3_64 of the first line, as 16 hexadecimal digits>
+
 It is written before anything else, into an empty directory. A directory with other content is
 somebody else's. What an earlier release left has no marker, but a catalog.
 """
@@ -9,6 +12,8 @@ import os
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
+
+from xxhash import xxh3_64_intdigest
 
 from tierstore.bounded_log import bounded
 from tierstore.directory import Directory, foreign_user
@@ -22,7 +27,7 @@ _logger = bounded(logging.getLogger(__name__))
 MARKER_NAME = ".tierstore"
 
 _FIRST = b"tierstore directory, version "
-_CONTENT = _FIRST + b"1\n"
+_VERSION = 1
 _CONTENT_BYTES_MAX = 64
 _FRESH = frozenset({"lost+found"})
 """What a new file system brings with it."""
@@ -145,17 +150,30 @@ def _is_earlier_tier(base: Directory) -> bool:
 def _mark(base: Directory, system: SystemCalls) -> None:
     """Write the marker, or one that was damaged or not finished anew; refuse another version."""
     content = base.read(MARKER_NAME, _CONTENT_BYTES_MAX)
-    if content == _CONTENT:
+    version = _version_of(content or b"")
+    if version == _VERSION:
         return
-    if content and content.startswith(_FIRST) and content[len(_FIRST) :].strip().isdigit():
-        version = int(content[len(_FIRST) :])
+    if version is not None:
         raise BackendForeignError(
             f"{base.path}: was made by another release of tierstore, which writes version "
             f"{version} of its directory; choose another path, or remove the directory"
         )
     if content:
         _logger.warning("marker damaged, written anew: path=%s", base.path)
-    base.write(MARKER_NAME, _CONTENT)
+    base.write(MARKER_NAME, _content_of(_VERSION))
     # Who finds other files of ours after a power cut, and no marker, would refuse them.
     with suppress(OSError):  # not every file system can flush a directory
         system.flush(base.descriptor)
+
+
+def _content_of(version: int) -> bytes:
+    line = b"%s%d\n" % (_FIRST, version)
+    return line + b"%016x\n" % xxh3_64_intdigest(line)
+
+
+def _version_of(content: bytes) -> int | None:
+    """Return the version that a marker names; None: it is damaged, or was not finished."""
+    number = content.removeprefix(_FIRST).partition(b"\n")[0]
+    if not number.isdigit() or content != _content_of(int(number)):
+        return None
+    return int(number)

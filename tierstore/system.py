@@ -18,7 +18,6 @@ __all__ = ["IOVEC_COUNT_MAX", "SYSTEM", "DatabasePoint", "SystemCalls", "buffer_
 IOVEC_COUNT_MAX = os.sysconf("SC_IOV_MAX")
 
 _DIRECTORY_MODE = 0o700
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _FALLOC_FL_KEEP_SIZE = 1
 _FALLOC_FL_PUNCH_HOLE = 2
@@ -118,16 +117,6 @@ class SystemCalls:
         """Return what the database below `directory` passes its points through: this one."""
         del directory
         return self
-
-    def boot_id(self) -> bytes:
-        """Return what tells this run of the system from others; empty: it does not say.
-
-        Between two runs, whatever was not flushed may be lost. Never fails.
-        """
-        try:
-            return _BOOT_ID.read_bytes().strip()
-        except OSError:
-            return b""
 
     def reach(self, point: DatabasePoint) -> None:
         """Pass a point of a database; this one does nothing."""

@@ -12,6 +12,7 @@ import struct
 import pytest
 from planted import plant
 from store_kit import MIB, Chunks, config_of, du
+from xxhash import xxh3_64_intdigest
 
 from tierstore import TierStoreError
 from tierstore.errors import ConfigError
@@ -239,6 +240,11 @@ def test_a_path_that_is_a_link_is_the_choice_of_its_user(tmp_path, backend):
     store_and_find(configured(tmp_path / "link", backend), tmp_path / "device")
 
 
+def marker_of(version):
+    line = b"tierstore directory, version %d\n" % version
+    return line + b"%016x\n" % xxh3_64_intdigest(line)
+
+
 def test_an_empty_file_system_is_used_and_a_store_without_a_marker_is_known(tmp_path):
     path = tmp_path / "tier"
     (path / "lost+found").mkdir(parents=True)
@@ -247,7 +253,7 @@ def test_an_empty_file_system_is_used_and_a_store_without_a_marker_is_known(tmp_
     (path / ".tierstore").unlink()
     with CHUNKS.open(config) as store:
         assert CHUNKS.found(store, FEW) == list(FEW)
-    assert (path / ".tierstore").read_bytes() == b"tierstore directory, version 1\n"
+    assert (path / ".tierstore").read_bytes() == marker_of(1)
 
 
 @pytest.mark.parametrize("content", [b"", b"tierst", bytes(31), b"\xff" * MIB])
@@ -257,13 +263,24 @@ def test_a_marker_that_was_not_finished_or_is_damaged_is_written_anew(tmp_path, 
     (path / ".tierstore").write_bytes(content)
     (path / "owners").mkdir()
     store_and_find(configured(path, "file"), path)
-    assert (path / ".tierstore").read_bytes() == b"tierstore directory, version 1\n"
+    assert (path / ".tierstore").read_bytes() == marker_of(1)
 
 
 def test_a_directory_of_another_release_is_refused(tmp_path):
-    (tmp_path / ".tierstore").write_bytes(b"tierstore directory, version 2\n")
+    (tmp_path / ".tierstore").write_bytes(marker_of(2))
     with pytest.raises(ConfigError, match="version 2"):
         CHUNKS.open(configured(tmp_path, "file"))
+
+
+@pytest.mark.parametrize("content", [b"tierstore directory, version 2\n", None])
+def test_a_marker_of_which_a_bit_is_wrong_is_not_of_another_release(tmp_path, content):
+    path = tmp_path / "tier"
+    config = configured(path, "file")
+    fill(config)
+    (path / ".tierstore").write_bytes(content or marker_of(1).replace(b"version 1", b"version 3"))
+    with CHUNKS.open(config) as store:
+        assert CHUNKS.found(store, FEW) == list(FEW)
+    assert (path / ".tierstore").read_bytes() == marker_of(1)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -153,9 +153,6 @@ class _RecordingSystem(SystemCalls):
     def at_database(self, directory: Path) -> SystemCalls:
         return _RecordingSystem(self._recorder, self._root, directory)
 
-    def boot_id(self) -> bytes:
-        return b"a recorded run"
-
     def open(self, path: Path | str, flags: int, directory: int | None = None) -> int:
         with self._recorder.lock:
             fd = super().open(path, flags, directory)

@@ -39,7 +39,7 @@ from tierstore.tier.catalog_opening import (
     enter_owner,
     enter_state,
     enter_units,
-    is_of_another_boot,
+    must_verify,
     require_version,
 )
 from tierstore.tier.catalog_schema import Databases, StateRow
@@ -186,13 +186,12 @@ class Catalog:
             segments = stored_segments(config, geometry) if is_file else {}
             foreign = foreign_content(config, rank_count=geometry.rank_count)
             with env.write() as txn:
-                is_suspect = env.admission.is_suspect or is_of_another_boot(
-                    txn, databases, env.admission, system.boot_id()
-                )
+                is_suspect = env.admission.is_suspect
                 require_version(txn, databases, config, is_suspect=is_suspect)
+                is_unknown = must_verify(txn, databases, env.admission)
                 units = enter_units(txn, databases, units, is_certain=is_certain)
                 geometry = SpaceGeometry.of(config, manifest, rank_count, units)
-                if is_suspect:
+                if is_unknown:
                     _verify_rows(txn, databases, geometry)
                 state = enter_state(txn, databases, config, geometry, segments)
                 if is_file and env.admission.is_alone:

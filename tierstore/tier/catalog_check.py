@@ -97,7 +97,8 @@ class _Check:
         self._floors = Floors(txn, databases)
         with txn.cursor(db=databases.records) as cursor:
             rows = [(key, value) for key, value in cursor]
-        records = decode_records([value for _, value in rows])
+        self._index_of = {key: index for index, (key, _) in enumerate(rows)}
+        records = self._all_records = decode_records([value for _, value in rows])
         living = self._floors.living([key for key, _ in rows], records)
         self._garbage = records[~living]
         self._records = records[living]
@@ -122,20 +123,22 @@ class _Check:
 
     def _order_problems(self) -> Iterator[str]:
         """Records and order name each other, one to one."""
-        order_count = 0
         with self._txn.cursor(db=self._databases.order) as cursor:
-            for sequence, value in cursor:
-                order_count += 1
-                key = value[ORDER_PAGES_BYTES:]
-                row = self._txn.get(key, db=self._databases.records)
-                if row is None:
-                    yield f"order names {key.hex()}, which has no record"
-                    continue
-                record = decode_records([row])[0]
-                if int(record["sequence"]) != int.from_bytes(sequence, "big"):
-                    yield f"record {key.hex()} and the order disagree about its age"
-                if int(record["place"]["stride_pages"]) != int.from_bytes(value[:4], "little"):
-                    yield f"record {key.hex()} and the order disagree about its pages"
+            rows = [(key, value) for key, value in cursor]
+        order_count = len(rows)
+        sequences = np.frombuffer(b"".join([key.rjust(8, b"\0")[:8] for key, _ in rows]), ">u8")
+        pages = np.frombuffer(b"".join([value[:4].ljust(4, b"\0") for _, value in rows]), "<u4")
+        keys = [value[ORDER_PAGES_BYTES:] for _, value in rows]
+        index_of = self._index_of
+        indices = np.array([index_of.get(key, -1) for key in keys], np.int64)
+        for i in np.flatnonzero(indices < 0).tolist():
+            yield f"order names {keys[i].hex()}, which has no record"
+        known = np.flatnonzero(indices >= 0)
+        named = self._all_records[indices[known]]
+        for i in known[named["sequence"] != sequences[known]].tolist():
+            yield f"record {keys[i].hex()} and the order disagree about its age"
+        for i in known[named["place"]["stride_pages"] != pages[known]].tolist():
+            yield f"record {keys[i].hex()} and the order disagree about its pages"
         row_count = len(self._records) + len(self._garbage)
         if order_count != row_count:
             yield f"{row_count} records, but {order_count} in the order"
@@ -160,18 +163,40 @@ class _Check:
                 yield f"{live[key]} records lie in the unknown extent {key:#x}"
             elif row.live_count != live.get(key, 0):
                 yield f"extent {key:#x} counts {row.live_count} records, has {live.get(key, 0)}"
-        slots = np.stack([keys, places["index"].astype(np.uint64)], axis=1)
-        if len(np.unique(slots, axis=0)) != len(slots):
+        slots = np.lexsort((places["index"], keys))
+        twins = (np.diff(keys[slots]) == 0) & (
+            np.diff(places["index"][slots].astype(np.int64)) == 0
+        )
+        if twins.any():
             yield "two records share a place"
-        for key, place in zip(keys.tolist(), places, strict=True):
-            row = self._extents.get(key)
-            if row and (
-                place["segment_pages"] != self._file_pages(key, row)
-                or place["stride_pages"] != row.stride_pages
-                or place["index"] >= row.record_count
-                or self._geometry.stride_pages(int(place["payload_bytes"])) != row.stride_pages
-            ):
-                yield f"a record does not fit its extent {key:#x}"
+        for index in self._misfits(unique, keys, places).tolist():
+            yield f"a record does not fit its extent {int(keys[index]):#x}"
+
+    def _misfits(
+        self, unique: npt.NDArray[np.uint64], keys: npt.NDArray[np.uint64], places: RowArray
+    ) -> npt.NDArray[np.intp]:
+        """Return the indices of records that are not as their known extents say."""
+        rows = [self._extents.get(key) for key in unique.tolist()]
+        said = np.array(
+            [
+                (True, row.stride_pages, row.record_count, self._file_pages(key, row))
+                if row
+                else (False, 0, 0, 0)
+                for key, row in zip(unique.tolist(), rows, strict=True)
+            ],
+            [("known", "?"), ("stride", "<i8"), ("count", "<i8"), ("file_pages", "<i8")],
+        )[np.searchsorted(unique, keys)]
+        sizes, size_of = np.unique(places["payload_bytes"], return_inverse=True)
+        strides = np.array(list(map(self._geometry.stride_pages, sizes.tolist())), np.int64)
+        return np.flatnonzero(
+            said["known"]
+            & (
+                (places["segment_pages"] != said["file_pages"])
+                | (places["stride_pages"] != said["stride"])
+                | (places["index"] >= said["count"])
+                | (strides[size_of] != said["stride"])
+            )
+        )
 
     def _overlap_problems(self) -> Iterator[str]:
         """Extents lie one behind the other, within what their segment has given out."""

@@ -36,7 +36,7 @@ __all__ = [
     "enter_owner",
     "enter_state",
     "enter_units",
-    "is_of_another_boot",
+    "must_verify",
     "require_version",
 ]
 
@@ -47,7 +47,6 @@ _FIRST_NUMBER_MAX = 1 << 30
 """Segments and owners have 31 bits: half of them are left to count on."""
 _FIRST_ID_MAX = 1 << 48
 _UNITS_KEY = b"units"
-_BOOT_KEY = b"boot"
 
 
 def require_version(
@@ -70,19 +69,15 @@ def require_version(
         )
 
 
-def is_of_another_boot(
-    txn: Transaction, databases: Databases, admission: Admission, boot_id: bytes
-) -> bool:
-    """Return whether a power cut may have mixed older pages into the rows; enter our boot.
+def must_verify(txn: Transaction, databases: Databases, admission: Admission) -> bool:
+    """Return whether nobody knows what the rows say: there are some, and no seal that fits.
 
-    Pages carry no mark of their age: a tree may be whole, and say what was never true.
+    A power cut may mix older pages into them. Pages carry no mark of their age: a tree may be
+    whole, and say what was never true. Who has the path open with others relies on the first one.
     """
-    is_new = not any(txn.stat(db=db)["entries"] for db in (databases.state, databases.records))
-    stored = txn.get(_BOOT_KEY, db=databases.state)
-    if stored != boot_id:
-        txn.put(_BOOT_KEY, boot_id, db=databases.state)
-    is_proven = is_new or admission.is_proven
-    return stored != boot_id and admission.is_alone and not is_proven
+    if admission.is_proven or not (admission.is_alone or admission.is_suspect):
+        return False
+    return any(txn.stat(db=database)["entries"] for database in databases.all())
 
 
 def enter_units(

@@ -2,7 +2,6 @@
 
     state       b"state"                 -> StateRow
     state       b"units"                 -> BlockUnits, unless every page comes back by itself
-    state       b"boot"                  -> the run of the system in which it was opened last
     namespaces  namespace (8)            -> manifest, canonical JSON in full
     epochs      namespace (8)            -> owner (u32 LE): the one process that asks for it
     floors      namespace (8)            -> segment (u32 LE): its records in older ones are garbage
@@ -20,6 +19,7 @@ Integers in values are little-endian; keys are big-endian, so that their order i
 import struct
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import islice
 from typing import ClassVar, Self
 
 import numpy as np
@@ -64,6 +64,7 @@ EXTENT_DTYPE = np.dtype(
 )
 RUN_DTYPE = np.dtype([("segment", "<u4"), ("first_page", "<u4"), ("page_count", "<u4")])
 ORDER_PAGES_BYTES = 4
+_NAMES_MAX = 64
 
 segment_key = struct.Struct(">I").pack
 """Of `segments`; of `owners` likewise."""
@@ -104,6 +105,17 @@ class Databases:
     """Handles of the named databases of one catalog."""
 
     def __init__(self, env: LmdbEnv) -> None:
+        """Open or create them.
+
+        Raises:
+            CatalogDamagedError: the environment is something else, such as a payload.
+            BackendError: the catalog cannot be read or written.
+        """
+        with env.read() as txn, txn.cursor() as cursor:
+            names = [name for name, _ in islice(cursor, _NAMES_MAX + 1)]
+        # Of a later version there may be others, which is for `require_version` to say.
+        if len(names) > _NAMES_MAX or not all(name.isalpha() for name in names):
+            raise CatalogDamagedError("the file is no catalog, but another database")
         self.state = env.database(b"state")
         self.namespaces = env.database(b"namespaces")
         self.epochs = env.database(b"epochs")
