@@ -209,7 +209,7 @@ def _survey_directory(
 
 def _gives_way(directory: Directory, name: str, own: _Own) -> bool:
     """Remove an empty directory that has the name of a file of ours; return whether it was one."""
-    if not own.names.fullmatch(name):
+    if not own.names.fullmatch(name) or not _is_directory(directory, name):
         return False
     try:
         directory.clear(name)
