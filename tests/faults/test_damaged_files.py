@@ -155,7 +155,7 @@ path, backend = sys.argv[1:3]
 hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 used = len(__import__("os").listdir("/proc/self/fd"))
 refused = opened = 0
-for spare in range(60):
+for spare in range(0, 60, 4):
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + spare, hard_limit))
     try:
         store = CHUNKS.open(configured(path, backend))
@@ -165,9 +165,14 @@ for spare in range(60):
         continue
     try:
         CHUNKS.found(store, FEW)
+        try:
+            is_open = store.stats().secondary["disk"].is_open
+        except TierStoreError:
+            is_open = False
     finally:
         store.close()
-    opened += 1
+    opened += is_open
+    refused += not is_open  # memory serves meanwhile
 assert refused and opened, (refused, opened)
 print(refused, opened)
 """
