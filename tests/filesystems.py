@@ -130,14 +130,17 @@ class SampledUsage:
 
 
 @contextmanager
-def sampled(path: Path) -> Iterator[SampledUsage]:
-    """Look all the time at what lies below a path, from another thread."""
+def sampled(path: Path, *, pause_seconds: float = 0) -> Iterator[SampledUsage]:
+    """Look all the time at what lies below a path, from another thread; `pause_seconds` between.
+
+    A pause leaves the interpreter to those whose calls are timed.
+    """
     usage = SampledUsage()
     stop = threading.Event()
 
     def run() -> None:
         before = _walk(path)
-        while not stop.is_set():
+        while not stop.wait(pause_seconds):
             after = _walk(path)
             usage.note(before, after)
             before = after

@@ -61,6 +61,12 @@ class HangingDirectory:
         self._process.wait()
         subprocess.run(["umount", "--lazy", self.path], check=False)
 
+    @property
+    def process_id(self) -> int:
+        """Of the server, for another process that stops it and lets it go on."""
+        assert self._process is not None
+        return self._process.pid
+
     def hang(self) -> None:
         """Let every question wait until `heal`."""
         assert self._process is not None

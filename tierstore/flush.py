@@ -79,6 +79,8 @@ class _TierFlush:
         self._cascade.begin_retry()
         self._ticket: int | None = None
         """The last one that is waited for, once all is asked for."""
+        self._was_out_of_use = False
+        """When writing ended: what failed is asked for again if the tier is back before the end."""
         self._step = _Step.WRITING
         self._sync: PendingSync | None = None
         self._unsynced_count = 0
@@ -92,8 +94,11 @@ class _TierFlush:
 
     def advance(self, now: float) -> bool:
         """Do what can be done now; return whether the tier has come to its end."""
+        if self._was_out_of_use and self._cascade.retried_ticket > (self._ticket or 0):
+            self._step, self._sync = _Step.WRITING, None
         if self._step is _Step.WRITING and self._is_written():
             self._step = _Step.RECORDING
+            self._was_out_of_use = not self._cascade.is_awaited
         if self._step is _Step.RECORDING and self._secondary.wait(0):
             # After its end the payload is on the device as well as the catalog that names it.
             self._unsynced_count = self._wait.pace.unsynced_count
@@ -110,27 +115,26 @@ class _TierFlush:
         pace = self._wait.pace
         complaints = self._cascade.complaints()
         if complaints:
-            causes = [cause for cause in (pace.cause, self._secondary.failure) if cause]
+            catalog_cause = self._secondary.complaint or self._secondary.failure
+            causes = [cause for cause in (pace.cause, catalog_cause) if cause]
             complaints += [f"last cause: {cause}" for cause in causes]
         if self._given_up_at is _Step.WRITING:
             complaints.append(
                 f"it refuses, or has not moved for {self._wait.stall_seconds:g} s, and "
                 f"{self._missing_count} chunks wait for it"
             )
-        elif self._given_up_at is _Step.RECORDING:
-            complaints.append(
-                f"its catalog does not answer, and may lack {pace.unsynced_count} chunks"
-            )
-        elif self._given_up_at is _Step.SYNCING:
-            complaints.append(
-                f"no flush within {self._wait.stall_seconds:g} s, and {pace.unsynced_count} chunks "
-                "may not be on its device"
-            )
-        elif self._sync is not None and self._sync.why:
-            complaints.append(
-                f"{pace.unsynced_count} chunks may not be on its device: {self._sync.why}"
-            )
+        if pace.unsynced_count:
+            complaints += self._unsynced_complaints(pace.unsynced_count)
         return complaints
+
+    def _unsynced_complaints(self, chunk_count: int) -> list[str]:
+        if self._given_up_at is _Step.RECORDING:
+            return [f"its catalog does not answer, and may lack {chunk_count} chunks"]
+        if self._given_up_at is _Step.SYNCING:
+            seconds = self._wait.stall_seconds
+            return [f"no flush within {seconds:g} s, and {chunk_count} chunks may not be on it"]
+        why = "" if self._sync is None else self._sync.why
+        return [f"{chunk_count} chunks may not be on its device: {why}"] if why else []
 
     def _is_written(self) -> bool:
         """Return whether nothing that was asked for before this flush is on its way any more."""
@@ -141,6 +145,8 @@ class _TierFlush:
             return False
         if self._ticket is None:
             self._ticket = cascade.newest_ticket
+        # What failed is asked for again between two looks, too: after a trial, or an opening.
+        self._ticket = max(self._ticket, cascade.retried_ticket)
         if not cascade.has_work():
             return True
         # Others store meanwhile: neither their chunks nor the bytes they evict are waited for.
@@ -166,3 +172,4 @@ class _TierFlush:
                 return
         self._given_up_at = self._step
         self._step = _Step.OVER
+        self._was_out_of_use = False

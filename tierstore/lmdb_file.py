@@ -41,7 +41,7 @@ _BLOCK_BYTES = 512
 _COMPRESSION_MAX = 16
 """By which a file system may make a data file smaller."""
 
-_UNWRITTEN_BYTES_MAX = 64 << 20
+_UNWRITTEN_BYTES_MAX = 1 << 20
 _HOLES_BYTES_MAX = 1 << 30
 """A file with larger holes was not written by the library; it would be read for hours."""
 

@@ -15,6 +15,7 @@ from tierstore.bounded_log import Causes, bounded
 from tierstore.clock import Clock
 from tierstore.executor.syncing import PendingSync
 from tierstore.flush import Flush
+from tierstore.key import OffloadKey
 from tierstore.metrics import Counters, Metric
 from tierstore.pace import TierPace, TierWait
 from tierstore.tier.reservation import LoadReservation
@@ -154,6 +155,17 @@ class PlaneLoop:
     def wait_for_loads(self, condition: Callable[[], bool]) -> None:
         """Wait until a condition holds, or no load is under way: their deadlines bound it."""
         self._wait_until(lambda: not self._loads or condition())
+
+    def look_ahead(self, keys: Sequence[OffloadKey]) -> None:
+        """Wait until the tiers have said which chunks they have, or do not answer in time.
+
+        Whoever asks the stack for these chunks next waits for no tier.
+        """
+        for wait in self._stack.look_ahead(keys):
+            if self._step_out is None:
+                wait()
+            else:
+                self._step_out(wait)
 
     def make_room(
         self,

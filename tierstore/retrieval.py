@@ -112,12 +112,14 @@ class Retrieval:
             # The coldest chunks may be pinned by these very batches, so that others have to go.
             count = BATCHES_IN_FLIGHT * self._batch_chunks
             self._loop.record_victims(self._group_idx, count, self._stall_seconds)
+        self._loop.look_ahead(part)
         held = self._stack.busy(part)
         while True:
             reservation = self._stack.reserve_load([(self._group_idx, part)], partial=True)
             if reservation is not None or not self._in_flight:
                 break
             self._finish_one()  # perhaps it holds the room that this one needs
+            self._loop.look_ahead(part)
             held = self._stack.busy(part)
         if reservation is None:
             return part
@@ -165,6 +167,8 @@ class Retrieval:
     def _retry(self, batch: _Batch) -> list[_Batch]:
         """Load what a batch did not bring from another tier that has it, if any does."""
         assert batch.load.done is not None, "the load is not answered yet"
+        if batch.load.done.failed:
+            self._loop.look_ahead(batch.load.reservation.keys[0])
         again = self._stack.retry_load(batch.load.reservation, batch.load.done)
         if again is None:
             return []

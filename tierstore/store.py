@@ -257,6 +257,7 @@ class TierStore:
         keys = require_keys(keys, self._manifest.namespace)
         self._planes.is_changing = True
         self._loop.pump()
+        self._loop.look_ahead(keys)
         return PrefixMatch(self._stack.match_prefix(keys))
 
     @_alone
@@ -372,6 +373,7 @@ class TierStore:
             stack.finish_offload(reservation, failed)
             self._planes.is_changing = not failed
         self._loop.pump()
+        self._loop.look_ahead(keys)
         return sum(state >= ChunkState.RECORDED for state in stack.locate(keys))
 
     def _make_room(self, group_idx: int, keys: Sequence[OffloadKey], new_count: int) -> None:

@@ -1,6 +1,6 @@
 """One store under load, while something happens to its device: what came of each call.
 
-    PYTHONPATH=.:tests:tests/faults python tests/faults/endurance.py hung --backend file --seed 1
+    PYTHONPATH=.:tests:tests/faults python tests/faults/endurance.py EIO --backend file --seed 1
 
 One thread stores and loads chunks that the disk has, another one only what is in memory, a third
 one flushes. The fault begins, ends, and the store has to come back by itself; then another store
@@ -9,50 +9,50 @@ opens the path and looks for all that was flushed. Every byte is compared. The l
 """
 
 import argparse
-import contextlib
 import dataclasses
-import errno
 import json
 import os
 import random
-import resource
-import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from controlled_device import ControlledDevice
-from fuse_directory import HangingDirectory
-from store_kit import MIB, Chunks, config_of, du
+from broken_devices import FAULTS, Fault, broken_device
+from filesystems import sampled
+from store_kit import MIB, Chunks, config_of
 
 from tierstore import TierStore
 from tierstore.errors import TierStoreError
 from tierstore.planes import Patience
 
-__all__ = ["FAULTS", "Outcome", "endure"]
+__all__ = ["Outcome", "endure"]
 
 CHUNKS = Chunks(65_536)
-NUMBERS = range(200)
-"""Fewer than the tier has room for: nothing is evicted there."""
+NUMBERS = range(160)
 HOT = range(1000, 1008)
 LATE = range(2000, 2040)
 EARLY = range(3000, 3040)
 """Stored and flushed before anything happens."""
+MARKED = range(4000, 4060)
+"""Stored by the thread that flushes, a few before each flush: what it acknowledges."""
+MARKED_BATCH = 3
 PRIMARY = "4MiB"
-CAPACITY_BYTES = 24 * MIB
+CAPACITY_BYTES = 28 * MIB
+"""Room for all of these chunks: nothing is evicted, so that nothing has a reason to be gone."""
 BATCH_MAX = 8
-HEALTHY_SECONDS = 0.3
+HEALTHY_SECONDS = 0.5
 BROKEN_SECONDS = 4.0
 BACK_SECONDS_MAX = 120.0
-SAMPLE_SECONDS = 0.01
+SAMPLE_SECONDS = 0.005
+IO = {
+    "threads": 2,
+    "deadline": "300ms",
+    "breaker": {"retry_after": "500ms", "retry_after_max": "2s"},
+}
 IMPATIENT = Patience(put_seconds=1, flush_seconds=3, close_seconds=5)
 
 
@@ -70,17 +70,20 @@ class Outcome:
     refused: int = 0
     """Chunks that memory did not take, and flushes that said that something is missing."""
     retried: int = 0
-    """Chunks that could not be written and were, later."""
+    """Writes that failed, or did not begin: tried again as long as memory has the chunk."""
     wrong: int = 0
+    acknowledged: int = 0
+    """Chunks that were in memory when a flush returned, and should be on the disk from then on."""
     lost: int = 0
-    """Chunks that a flush had acknowledged, and a later store did not find."""
+    """Those of them that a later store did not find."""
     over_quota_bytes: int = 0
+    sample_count: int = 0
     memory_stall_seconds: float = 0
-    """The longest time that a load from memory took."""
+    """The longest time that a load took of which memory had every chunk."""
     stall_seconds: float = 0
     """The longest time that any call took."""
     back_seconds: float = 0
-    """From the end of the fault to the first complete flush."""
+    """From the end of the fault until a flush was whole and what the disk has was read again."""
     is_back: bool = False
     problems: list[str] = dataclasses.field(default_factory=list)
 
@@ -94,7 +97,10 @@ class Load:
         self._dice = random.Random(seed)
         self._stop = threading.Event()
         self._lock = threading.Lock()
-        self.stored: set[int] = set()
+        self._stored: set[int] = set()
+        self._is_forgotten = False
+        self._unmarked = list(MARKED)
+        self.acknowledged: set[int] = set()
         self._threads = [
             threading.Thread(target=self._guard, args=[step], daemon=True)
             for step in (self._use_disk, self._use_memory, self._flush)
@@ -111,6 +117,12 @@ class Load:
             if thread.is_alive():
                 self._outcome.problems.append("a call hangs")
 
+    def forget(self) -> None:
+        """Take note that what was acknowledged is gone, and what is being flushed just now."""
+        with self._lock:
+            self._is_forgotten = True
+            self.acknowledged.clear()
+
     def _guard(self, step: Callable[[], None]) -> None:
         while not self._stop.is_set():
             try:
@@ -124,214 +136,116 @@ class Load:
 
     def _use_disk(self) -> None:
         count = self._dice.randint(1, BATCH_MAX)
-        numbers = self._dice.sample(NUMBERS, count)
+        with self._lock:
+            known = [*NUMBERS, *EARLY, *sorted(self.acknowledged)]
+        numbers = self._dice.sample(known, count)
         with self._timed():
             found = CHUNKS.found(self._store, numbers)
         missing = [number for number in numbers if number not in found]
         with self._lock:
             self._outcome.loads += len(numbers)
             self._outcome.hits += len(found)
-            self._outcome.recomputed += len(self.stored.intersection(missing))
+            promised = self._stored | self.acknowledged | set(EARLY)
+            self._outcome.recomputed += len(promised.intersection(missing))
         if missing:
             with self._timed():
                 accepted = CHUNKS.put(self._store, missing)
             with self._lock:
                 self._outcome.refused += len(missing) - accepted
                 if accepted == len(missing):
-                    self.stored.update(missing)
+                    self._stored.update(missing)
         time.sleep(0.002)
 
     def _use_memory(self) -> None:
-        with self._timed(of_memory=True):
-            found = CHUNKS.found(self._store, HOT)
-        if len(found) < len(HOT):
-            with self._timed(of_memory=True):
+        began_at = time.monotonic()
+        found = CHUNKS.found(self._store, HOT)
+        seconds = time.monotonic() - began_at
+        outcome = self._outcome
+        if len(found) == len(HOT):
+            outcome.memory_stall_seconds = max(outcome.memory_stall_seconds, seconds)
+        else:
+            outcome.stall_seconds = max(outcome.stall_seconds, seconds)
+            with self._timed():
                 CHUNKS.put(self._store, HOT)
         time.sleep(0.002)
 
     def _flush(self) -> None:
+        marked = self._unmarked[:MARKED_BATCH]
+        keys = CHUNKS.keys(marked)
+        self._is_forgotten = False
         try:
             with self._timed():
+                is_taken = not marked or CHUNKS.put(self._store, marked) == len(marked)
                 self._store.flush()
+            has_all = not marked or self._store.match_prefix(keys).chunk_count == len(marked)
         except TierStoreError:
             self._outcome.refused += 1
-        self._stop.wait(0.2)
+        else:
+            with self._lock:
+                if is_taken and has_all and not self._is_forgotten:
+                    self.acknowledged.update(marked)
+                    del self._unmarked[:MARKED_BATCH]
+        self._stop.wait(0.1)
 
     @contextmanager
-    def _timed(self, *, of_memory: bool = False) -> Iterator[None]:
+    def _timed(self) -> Iterator[None]:
         began_at = time.monotonic()
-        yield
-        seconds = time.monotonic() - began_at
-        outcome = self._outcome
-        outcome.stall_seconds = max(outcome.stall_seconds, seconds)
-        if of_memory:
-            outcome.memory_stall_seconds = max(outcome.memory_stall_seconds, seconds)
+        try:
+            yield
+        finally:
+            seconds = time.monotonic() - began_at
+            self._outcome.stall_seconds = max(self._outcome.stall_seconds, seconds)
 
 
-@dataclass(frozen=True)
-class Fault:
-    """What happens to the device."""
-
-    begin: Callable[[], object]
-    end: Callable[[], object]
-    device: ControlledDevice | None = None
-    forgets: bool = False
-    """Whether what was on the disk is gone with it."""
-
-
-@contextmanager
-def _controlled(path: Path, begin: Callable[[ControlledDevice], None]) -> Iterator[Fault]:
-    del path
-    device = ControlledDevice()
-    yield Fault(lambda: begin(device), device.heal, device)
-    device.heal()
-
-
-@contextmanager
-def _vanished(path: Path) -> Iterator[Fault]:
-    yield Fault(lambda: shutil.rmtree(path, ignore_errors=True), lambda: None, forgets=True)
-
-
-@contextmanager
-def _stopped(path: Path) -> Iterator[Fault]:
-    """A process that shares the path stops within a transaction of the catalog."""
-    code = (
-        "import sys, time\n"
-        "from pathlib import Path\n"
-        "from tierstore.lmdb_env import LmdbEnv\n"
-        "env = LmdbEnv.open(Path(sys.argv[1]), map_bytes=1 << 38)\n"
-        "sys.stdin.readline()\n"
-        "with env.write():\n"
-        "    print('held', flush=True)\n"
-        "    time.sleep(1000)\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, path / "catalog"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-
-    def begin() -> None:
-        process.stdin.write("\n")
-        process.stdin.flush()
-        process.stdout.readline()
-        process.send_signal(signal.SIGSTOP)
-
-    yield Fault(begin, process.kill)
-    process.kill()
-    process.wait()
-
-
-@contextmanager
-def _limited(path: Path, kind: int, limit: Callable[[], int]) -> Iterator[Fault]:
-    """The process may have no more files, or no longer ones, than it has."""
-    del path
-    before = resource.getrlimit(kind)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    yield Fault(
-        lambda: resource.setrlimit(kind, (limit(), before[1])),
-        lambda: resource.setrlimit(kind, before),
-    )
-
-
-@contextmanager
-def _full(path: Path) -> Iterator[Fault]:
-    """Somebody else takes all the room of the file system, which is one of its own."""
-    filler = os.open(path.parent / "filler", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-
-    def fill() -> None:
-        for size in (MIB, 4096):
-            with contextlib.suppress(OSError):
-                while os.write(filler, bytes(size)):
-                    pass
-
-    yield Fault(fill, lambda: os.ftruncate(filler, 0))
-    os.close(filler)
-
-
-@contextmanager
-def _fuse(folder: Path) -> Iterator[tuple[Path, Fault]]:
-    with HangingDirectory(folder) as directory:
-        yield directory.path / "tier", Fault(directory.hang, directory.heal)
-        directory.heal()
-
-
-def _open_file_count() -> int:
-    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names alone
-
-
-FAULTS: dict[str, Callable[[Path], Any]] = {
-    "EIO": lambda path: _controlled(path, lambda device: device.fail(errno.EIO)),
-    "ENOSPC": lambda path: _controlled(path, lambda device: device.fail(errno.ENOSPC)),
-    "hung calls": lambda path: _controlled(path, lambda device: device.hang()),
-    "hung mount": _fuse,
-    "full": _full,
-    "vanished": _vanished,
-    "stopped": _stopped,
-    "RLIMIT_NOFILE": lambda path: _limited(path, resource.RLIMIT_NOFILE, _open_file_count),
-    "RLIMIT_FSIZE": lambda path: _limited(path, resource.RLIMIT_FSIZE, lambda: 4096),
-}
-NEEDS_ROOT = {"hung mount", "full"}
-
-
-@contextmanager
-def _mounted(folder: Path, name: str) -> Iterator[tuple[Path, Fault]]:
-    """Make the tier's path and the fault."""
-    if name == "hung mount":
-        with _fuse(folder) as made:
-            yield made
-        return
-    if name == "full":
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "none", folder], check=True)
-    path = folder / "tier"
-    try:
-        with FAULTS[name](path) as fault:
-            yield path, fault
-    finally:
-        if name == "full":
-            subprocess.run(["umount", "--lazy", folder], check=False)
-
-
-def endure(name: str, *, backend: str, seed: int, folder: Path) -> Outcome:
-    """Try one fault once."""
+def endure(
+    name: str, *, backend: str, seed: int, folder: Path, broken_seconds: float = BROKEN_SECONDS
+) -> Outcome:
+    """Try one fault once, below an empty folder."""
     outcome = Outcome(fault=name, backend=backend, seed=seed)
-    with _mounted(folder, name) as (path, fault):
+    with broken_device(name, folder) as (path, fault):
         config = config_of(
-            path,
-            backend=backend,
-            primary=PRIMARY,
-            capacity=f"{CAPACITY_BYTES}B",
-            io={"threads": 2, "deadline": "300ms"},
+            path, backend=backend, primary=PRIMARY, capacity=f"{CAPACITY_BYTES}B", io=IO
         )
-        open_system = {"open_system": lambda _: fault.device} if fault.device else {}
-        with _sampled(path, outcome, is_hanging=name == "hung mount"):
-            store = TierStore.open(config, CHUNKS.manifest, patience=IMPATIENT, **open_system)
-            CHUNKS.put(store, EARLY)
-            store.flush()
-            CHUNKS.put(store, HOT)
-            load = Load(store, outcome, seed)
-            load.start()
-            time.sleep(HEALTHY_SECONDS)
-            fault.begin()
-            time.sleep(BROKEN_SECONDS)
-            fault.end()
-            _wait_until_back(store, outcome)
-            load.stop()
-            acknowledged = _finish(store, outcome)
-        if outcome.is_back:
-            with TierStore.open(config, CHUNKS.manifest) as again:
-                wanted = acknowledged.union([] if fault.forgets else EARLY)
-                outcome.lost = len(wanted) - len(CHUNKS.found(again, sorted(wanted)))
-                outcome.problems += again.check()
+        usage = nullcontext()
+        if fault.can_be_walked:
+            usage = sampled(path, pause_seconds=SAMPLE_SECONDS)
+        with usage as seen:
+            acknowledged = _live(config, fault, outcome, broken_seconds)
+            if outcome.is_back:
+                with TierStore.open(config, CHUNKS.manifest) as again:
+                    outcome.acknowledged = len(acknowledged)
+                    found = CHUNKS.found(again, sorted(acknowledged))
+                    outcome.lost = len(acknowledged) - len(found)
+                    outcome.problems += again.check()
+        if seen is not None:
+            outcome.over_quota_bytes = max(0, seen.bytes_max - CAPACITY_BYTES)
+            outcome.sample_count = seen.sample_count
     return outcome
 
 
-def _wait_until_back(store: TierStore, outcome: Outcome) -> None:
-    """Store, until a flush says that all of it is on the disk."""
+def _live(config: dict, fault: Fault, outcome: Outcome, broken_seconds: float) -> set[int]:
+    """Use a store before, during and after a fault; return what is acknowledged at its end."""
+    opener = {"open_system": fault.plan.open_system} if fault.plan else {}
+    store = TierStore.open(config, CHUNKS.manifest, patience=IMPATIENT, **opener)
+    CHUNKS.put(store, EARLY)
+    store.flush()
+    CHUNKS.put(store, HOT)
+    load = Load(store, outcome, outcome.seed)
+    load.start()
+    time.sleep(HEALTHY_SECONDS)
+    fault.begin()
+    time.sleep(broken_seconds)
+    fault.end()
+    if fault.forgets:
+        load.forget()
+    early = set() if fault.forgets else set(EARLY)
+    _wait_until_back(store, outcome, sorted(early))
+    load.stop()
+    return _finish(store, outcome, load.acknowledged | early)
+
+
+def _wait_until_back(store: TierStore, outcome: Outcome, early: list[int]) -> None:
+    """Use the store until a flush says that all of it is on the disk, and old records are read."""
     began_at = time.monotonic()
     while time.monotonic() - began_at < BACK_SECONDS_MAX:
         CHUNKS.put(store, LATE)
@@ -339,16 +253,19 @@ def _wait_until_back(store: TierStore, outcome: Outcome) -> None:
             store.flush()
         except TierStoreError:
             time.sleep(0.05)
-        else:
+            continue
+        if CHUNKS.found(store, early) == early:
             outcome.is_back = True
             outcome.back_seconds = time.monotonic() - began_at
             return
+        time.sleep(0.05)
     outcome.problems.append("the tier is not used again")
 
 
-def _finish(store: TierStore, outcome: Outcome) -> set[int]:
+def _finish(store: TierStore, outcome: Outcome, acknowledged: set[int]) -> set[int]:
     """Flush and close; return what is acknowledged to be on the disk."""
-    kept = {n for n in [*NUMBERS, *LATE] if store.match_prefix(CHUNKS.keys([n])).chunk_count}
+    known = [*NUMBERS, *LATE, *HOT]
+    kept = {number for number in known if store.match_prefix(CHUNKS.keys([number])).chunk_count}
     try:
         store.flush()
     except TierStoreError as error:
@@ -359,30 +276,10 @@ def _finish(store: TierStore, outcome: Outcome) -> set[int]:
     outcome.retried = int(
         sum(count for name, count in counters.items() if name.startswith("dropped_demotes"))
     )
+    if evicted := store.stats().secondary["disk"].evicted_count:
+        outcome.problems.append(f"{evicted} records were evicted: nobody can tell what is lost")
     store.close()
-    return kept
-
-
-@contextmanager
-def _sampled(path: Path, outcome: Outcome, *, is_hanging: bool) -> Iterator[None]:
-    """Look all the time at what lies below the path; twice where it is too much.
-
-    What has come and gone during one walk may be in it twice.
-    """
-    stop = threading.Event()
-
-    def sample() -> None:
-        while not stop.wait(SAMPLE_SECONDS):
-            excess = min(du(path) - CAPACITY_BYTES for _ in range(3))
-            outcome.over_quota_bytes = max(outcome.over_quota_bytes, excess)
-
-    thread = threading.Thread(target=sample, daemon=True)
-    if not is_hanging:  # it would hang as well
-        thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
+    return kept | acknowledged
 
 
 def main() -> None:
@@ -390,6 +287,7 @@ def main() -> None:
     parser.add_argument("fault", choices=FAULTS)
     parser.add_argument("--backend", choices=["file", "lmdb"], default="file")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--broken-seconds", type=float, default=BROKEN_SECONDS)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         outcome = endure(
@@ -397,6 +295,7 @@ def main() -> None:
             backend=arguments.backend,
             seed=arguments.seed,
             folder=Path(folder).resolve(),
+            broken_seconds=arguments.broken_seconds,
         )
     print(json.dumps(dataclasses.asdict(outcome)), flush=True)
     os._exit(0)  # whatever still hangs

@@ -1,12 +1,14 @@
 """Engines that share one path, started, reset, closed and killed at random.
 
-By hand: `PYTHONPATH=.:tests/faults python tests/faults/shared_path.py --seconds 600 --seed 1`.
+By hand: `PYTHONPATH=.:tests/faults python tests/faults/shared_path.py --seconds 600 --seed 1`,
+with `--kills 500` for longer, if need be, until so many engines were killed.
 Every engine compares every byte that it gets. `du` of the path is taken all the time; if it is too
 large, all engines are stopped and it is taken again, since files may have come and gone under it.
 At the end each engine stores, finds what it stored, and has it found by another process.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import random
@@ -45,6 +47,8 @@ class Plan:
     seconds: float
     seed: int
     models: tuple[str, ...] = tuple(CHUNK_BYTES)
+    kill_count: int = 0
+    """How many engines are killed at least."""
 
     def __str__(self) -> str:
         return (
@@ -214,7 +218,7 @@ class Run:
         The clock starts when the first one is open.
         """
         ends_at, acts_at = float("inf"), 0.0
-        while time.monotonic() < ends_at:
+        while time.monotonic() < ends_at or self.tally.kills < self.plan.kill_count:
             self._sample()
             for engine in select.select(self._engines, [], [], SAMPLE_SECONDS)[0]:
                 engine.look()
@@ -300,7 +304,8 @@ def run(plan: Plan) -> Tally:
     """Run as planned and print what was done."""
     print(plan, flush=True)
     tally = Run(plan).go()
-    print(tally, flush=True)
+    said = {"backend": plan.backend, "engines": plan.engine_count, "seed": plan.seed}
+    print(json.dumps(said | dataclasses.asdict(tally)), flush=True)
     return tally
 
 
@@ -308,6 +313,7 @@ def main() -> None:
     """Run by hand: for as long as asked, with the seed that is asked for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=600, help="of all runs together")
+    parser.add_argument("--kills", type=int, default=0, help="of all runs together, at least")
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--engines", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--models", nargs="+", default=list(CHUNK_BYTES), choices=CHUNK_BYTES)
@@ -325,6 +331,7 @@ def main() -> None:
                     seconds=arguments.seconds / len(cases),
                     seed=seed,
                     models=tuple(arguments.models),
+                    kill_count=-(-arguments.kills // len(cases)),
                 )
             )
 

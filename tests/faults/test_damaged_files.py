@@ -155,7 +155,7 @@ path, backend = sys.argv[1:3]
 hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 used = len(__import__("os").listdir("/proc/self/fd"))
 refused = opened = 0
-for spare in range(0, 60, 4):
+for spare in range(0, 60, 2):
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + spare, hard_limit))
     try:
         store = CHUNKS.open(configured(path, backend))
@@ -163,16 +163,13 @@ for spare in range(0, 60, 4):
         assert "ulimit -n" in str(error), error
         refused += 1
         continue
-    try:
+    with store:
         CHUNKS.found(store, FEW)
-        try:
-            is_open = store.stats().secondary["disk"].is_open
-        except TierStoreError:
-            is_open = False
-    finally:
-        store.close()
-    opened += is_open
-    refused += not is_open  # memory serves meanwhile
+        if store.stats().secondary["disk"].is_open:
+            opened += 1
+        else:  # it is opened when there are descriptors again
+            assert "ulimit -n" in str(store.check()), store.check()
+            refused += 1
 assert refused and opened, (refused, opened)
 print(refused, opened)
 """

@@ -18,7 +18,7 @@ MOUNT = [
     "--mount",
     "sh",
     "-c",
-    'mount -t tmpfs -o size=40m none "$0"',
+    'mount -t tmpfs -o size=40m,mode=0700 none "$0"',
 ]
 
 
@@ -36,7 +36,7 @@ def test_a_full_device_loses_nothing_and_is_used_again_once_it_is_free(tmp_path,
     process = [sys.executable, FOLDER / "full_device_process.py", tmp_path, backend]
     run = subprocess.run(
         [*MOUNT[:-1], MOUNT[-1] + ' && exec "$@"', tmp_path, *process],
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{FOLDER}"},
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{FOLDER}:{FOLDER.parent}"},
         capture_output=True,
         text=True,
         check=False,

@@ -216,7 +216,7 @@ def mount(tmp_path):
     path.mkdir()
 
     def mount():
-        command = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", path]
+        command = ["mount", "-t", "tmpfs", "-o", "size=64m,mode=0700", "tmpfs", path]
         if subprocess.run(command, capture_output=True, check=False).returncode:
             pytest.skip("needs to mount")
         return path

@@ -25,12 +25,15 @@ class Device(SystemCalls):
         self._points = points
         self._code = code
         self._is_mended = threading.Event()
+        self.wait_count = 0
+        """Calls that hung, or hang."""
 
     def reach(self, point: DatabasePoint) -> None:
         if point not in self._points or self._is_mended.is_set():
             return
         if self._code is not None:
             raise OSError(self._code, os.strerror(self._code))
+        self.wait_count += 1
         assert self._is_mended.wait(300)
 
     def mend(self) -> None:
@@ -102,7 +105,7 @@ def test_a_tier_whose_device_hangs_when_it_is_opened_keeps_nobody(tmp_path):
 @pytest.mark.slow
 def test_a_store_closes_beside_a_device_that_hangs_when_it_is_opened(tmp_path, caplog):
     device = Device(DatabasePoint.OPEN)
-    patience = Patience(put_seconds=0.2, flush_seconds=0.2, close_seconds=0.5)
+    patience = Patience(put_seconds=0.2, flush_seconds=5, close_seconds=5)
     store = opened(two_tiers(tmp_path), device, patience)
     CHUNKS.put(store, range(16))
     store.close()
@@ -181,3 +184,89 @@ def test_a_step_waits_for_a_lookup_that_hangs_once_and_not_for_long(tmp_path):
         assert {state.name for state in good.states(keys)} <= {"RECORDED", "ARRIVING"}
         device.mend()
         assert within_seconds(lambda: {state.name for state in bad.states(keys)} == {"RECORDED"})
+
+
+@BACKENDS
+@pytest.mark.parametrize("cascade", ["write_through", "on_evict", "second_touch"])
+def test_what_waited_for_a_tier_that_opens_late_is_written_without_a_further_call(
+    tmp_path, backend, cascade
+):
+    device = Device(DatabasePoint.OPEN, code=errno.EIO)
+    config = two_tiers(tmp_path, backend)
+    config["secondary"][0]["cascade"] = cascade
+    with opened(config, device) as store:
+        for _ in range(2):  # `second_touch` wants to see them used
+            assert CHUNKS.put(store, range(16)) == 16
+        with pytest.raises(BackendError, match="16 chunks could not be written"):
+            store.flush()
+        device.mend()
+        assert within_seconds(lambda: store.stats().secondary["bad"].record_count == 16, 60)
+
+
+@BACKENDS
+def test_a_flush_names_why_a_tier_is_not_open(tmp_path, backend):
+    device = Device(DatabasePoint.OPEN, code=errno.EMFILE)
+    with opened(two_tiers(tmp_path, backend), device) as store:
+        assert CHUNKS.put(store, range(16)) == 16
+        why = r"tier bad: .*16 chunks.*Too many open files"
+        with pytest.raises(BackendError, match=why) as info:
+            store.flush()
+        assert " 0 chunks" not in str(info.value)
+        device.mend()
+        assert within_seconds(lambda: is_flushed(store), 60)
+
+
+CALLS = {
+    "get": lambda store: CHUNKS.found(store, range(16)),
+    "match_prefix": lambda store: store.match_prefix(CHUNKS.keys(range(16))),
+}
+
+
+@BACKENDS
+@pytest.mark.parametrize("call", CALLS)
+def test_memory_is_hit_while_another_call_waits_for_a_lookup_that_hangs(tmp_path, backend, call):
+    device = Device(DatabasePoint.READ)
+    device.mend()
+    config = config_of(tmp_path, backend=backend, primary="1MiB", io={"deadline": "20s"})
+    with TierStore.open(config, CHUNKS.manifest) as store:
+        CHUNKS.put(store, range(16))
+        store.flush()
+    resident = range(100, 116)
+    with TierStore.open(
+        config, CHUNKS.manifest, open_system=lambda _: device, patience=PATIENCE
+    ) as store:
+        CHUNKS.put(store, resident)
+        store.flush()
+        device.spoil()
+        waiting = threading.Thread(target=CALLS[call], args=[store], daemon=True)
+        waiting.start()
+        assert within_seconds(lambda: device.wait_count > 0)
+        for _ in range(10):
+            assert CHUNKS.found(store, resident) == list(resident)
+            assert store.match_prefix(CHUNKS.keys(resident)).chunk_count == len(resident)
+        assert CHUNKS.put(store, range(200, 216)) == 16
+        assert waiting.is_alive(), "memory was hit only after the lookup had been waited for"
+        device.mend()
+        waiting.join(300)
+        assert CHUNKS.found(store, range(16)) == list(range(16))
+
+
+def test_nothing_is_looked_up_before_a_catalog_has_carried_a_reset_out(tmp_path):
+    """What it would find then could be taken for true after that."""
+    device = Device(DatabasePoint.WRITE)
+    device.mend()
+    config = config_of(tmp_path, primary="1MiB")
+    with TierStore.open(
+        config, CHUNKS.manifest, open_system=lambda _: device, patience=PATIENCE
+    ) as store:
+        CHUNKS.put(store, range(16))
+        store.flush()
+        (tier,) = store._stack.secondaries
+        keys = CHUNKS.keys(range(16))
+        assert tier.look_ahead(keys) is not None
+        device.spoil()
+        store.reset()
+        assert tier.look_ahead(keys) is None
+        device.mend()
+        assert within_seconds(lambda: tier.look_ahead(keys) is not None)
+        assert CHUNKS.found(store, range(16)) == []

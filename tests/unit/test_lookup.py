@@ -181,3 +181,36 @@ def test_a_lookup_that_makes_progress_does_not_hang_however_long_it_takes(reads)
     last.set()
     assert reads.wait(reading, 300)
     assert reading.answer() > 0
+
+
+def test_places_that_were_looked_up_ahead_are_known_once(lookups, records):
+    keys = records.keys[:MANY]
+    lookups.look_ahead(keys)()
+    places = lookups.places(keys)
+    assert len(records.askers) == MANY, "they were looked up once"
+    assert [place is not None for place in places] == [True, False] * (MANY // 2)
+    records.recorded = set(keys)
+    assert None not in lookups.places(keys), "an answer may be out of date the second time"
+
+
+def test_a_lookup_ahead_that_has_not_ended_is_not_waited_for_again(records, lookups):
+    records.may_go_on.clear()
+    wait = lookups.look_ahead(records.keys[:2])
+    assert lookups.places(records.keys[:2]) == [None, None]
+    records.may_go_on.set()
+    wait()
+    assert lookups.places(records.keys[:2]) == [Place(records.keys[0]), None]
+
+
+def test_what_is_evicted_or_reset_meanwhile_is_not_found_ahead(lookups, records):
+    keys = records.keys[:2]
+    lookups.look_ahead(keys)()
+    lookups.places(keys[1:])
+    records.recorded = set()
+    lookups.forget(keys)
+    assert lookups.places(keys) == [None, None]
+    records.recorded = set(keys)
+    lookups.look_ahead(keys)()
+    lookups.reset()
+    records.recorded = set()
+    assert lookups.places(keys) == [None, None]

@@ -53,6 +53,25 @@ def recorded(store, numbers, tier_idx=0):
 
 
 @pytest.mark.parametrize("cascade", CASCADES)
+def test_no_flush_ends_well_while_the_breaker_comes_and_goes(tmp_path, cascade):
+    """Writes fail and what they would have taken is given back with success, over and over.
+
+    That puts the tier out of use and in use again within one flush, at any of its steps.
+    """
+    for attempt in range(12):
+        writes = Writes(reason=FailureReason.IO_ERROR)
+        config = config_of(tmp_path / str(attempt), cascade=cascade)
+        with TierStore.open(config, CHUNKS.manifest, open_backend=writes.open) as store:
+            put_twice(store, range(24))
+            for _ in range(3):
+                with pytest.raises(BackendError, match=r"tier disk: .*chunks could not be written"):
+                    store.flush()
+            writes.plan.heal()
+            store.flush()
+            assert recorded(store, range(24)) == list(range(24))
+
+
+@pytest.mark.parametrize("cascade", CASCADES)
 @pytest.mark.parametrize("reason", [FailureReason.IO_ERROR, FailureReason.FULL])
 def test_a_flush_names_what_was_not_written_and_writes_it_when_the_device_is_back(
     tmp_path, cascade, reason

@@ -2,10 +2,11 @@
 
 Every phase asks prompts that only the disk has, and new ones, while the device is broken; then
 heals it and waits until the tier is used again. How long the engine's steps took is noted.
-See `lab`.
+
+The device is broken by the rules of `fault_rules`, each of which has a switch: a file. They hold in
+every process that has the tier open. See `lab`.
 """
 
-import errno
 import os
 import shutil
 import signal
@@ -13,21 +14,30 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+from lab import Lab, main, read_job
+from step_times import timed_steps
 
-from controlled_device import ControlledDevice
-from lab import Lab, main
+__all__ = ["fault_rules"]
 
-import tierstore.faults
-
-_DEVICE = ControlledDevice()
 _USED_AGAIN_SECONDS_MAX = 120
 _ROUNDS = 3
 """How often prompts are asked while the device is broken."""
+
+_FULL = ["pwritev", "allocate", "database.commit"]
+"""The calls that a full device refuses."""
+
+
+def fault_rules(folder: Path) -> list[dict[str, Any]]:
+    """Return what `io.faults` must say; the switches are in `folder`."""
+    return [
+        {"kind": "error", "switch": str(folder / "refusing")},
+        {"kind": "error", "error": "ENOSPC", "calls": _FULL, "switch": str(folder / "full")},
+        {"kind": "hang", "switch": str(folder / "hung")},
+    ]
 
 
 def healthy(lab: Lab) -> dict[str, Any]:
@@ -36,30 +46,70 @@ def healthy(lab: Lab) -> dict[str, Any]:
 
 
 def refusing(lab: Lab) -> dict[str, Any]:
-    return _endure(lab, 2, begin=lambda: _DEVICE.fail(errno.EIO), end=_DEVICE.heal)
+    return _switched(lab, 2, "refusing")
 
 
 def full(lab: Lab) -> dict[str, Any]:
-    return _endure(lab, 3, begin=lambda: _DEVICE.fail(errno.ENOSPC), end=_DEVICE.heal)
+    return _switched(lab, 3, "full")
 
 
 def hung(lab: Lab) -> dict[str, Any]:
-    return _endure(lab, 4, begin=_DEVICE.hang, end=_DEVICE.heal)
+    return _switched(lab, 4, "hung")
 
 
 def vanished(lab: Lab) -> dict[str, Any]:
-    return _endure(lab, 5, begin=lambda: shutil.rmtree(lab.tier_path), end=lab.tier_path.mkdir)
+    """The directory is removed; the tier may make it anew of its own accord."""
+    return _endure(lab, 5, begin=lambda: shutil.rmtree(lab.tier_path), end=lambda: None)
 
 
 def stopped(lab: Lab) -> dict[str, Any]:
     """Another process, which shares the path, stops within a transaction of the catalog."""
-    with _holder(lab.tier_path / "catalog") as process:
-        return _endure(
-            lab,
-            6,
-            begin=lambda: process.send_signal(signal.SIGSTOP),
-            end=process.kill,
-        )
+    holder = ExitStack()
+
+    def begin() -> None:
+        process = holder.enter_context(_holder(lab.tier_path / "catalog"))
+        process.send_signal(signal.SIGSTOP)
+
+    with holder:
+        return _endure(lab, 6, begin=begin, end=holder.close)
+
+
+def frozen(lab: Lab) -> dict[str, Any]:
+    """The server of the directory that the tier lies in is stopped: calls hang in the kernel."""
+    return _endure(lab, 7, begin=lambda: _begin(lab.job, "frozen"), end=lambda: _end(lab.job))
+
+
+def begun_broken(lab: Lab) -> dict[str, Any]:
+    """The device was broken before the engine started."""
+    found: dict[str, Any] = {"state": lab.metrics()["tierstore_tier_state"]}
+    found["broken"] = lab.ask(lab.prompts)
+    lab.llm.reset_prefix_cache()
+    found["from memory"] = lab.ask(lab.prompts)
+    _end(lab.job)
+    found["used again after"] = _seconds_until_used(lab, 70)
+    found["healed state"] = lab.metrics()["tierstore_tier_state"]
+    found["healed"] = lab.ask(lab.prompts)
+    return found
+
+
+def _switched(lab: Lab, number: int, fault: str) -> dict[str, Any]:
+    return _endure(lab, number, begin=lambda: _begin(lab.job, fault), end=lambda: _end(lab.job))
+
+
+def _begin(job: dict[str, Any], fault: str) -> None:
+    """Break the device, for every process that uses it."""
+    if fault == "frozen":
+        os.kill(job["server"], signal.SIGSTOP)
+    else:
+        (Path(job["switches"]) / fault).touch()
+
+
+def _end(job: dict[str, Any]) -> None:
+    """Mend it."""
+    for switch in Path(job["switches"]).iterdir():
+        switch.unlink()
+    if job["server"] is not None:
+        os.kill(job["server"], signal.SIGCONT)
 
 
 def _endure(
@@ -67,22 +117,28 @@ def _endure(
 ) -> dict[str, Any]:
     kept = [[30 + number, *prompt] for prompt in lab.prompts]
     fresh = [[50 + number, *prompt] for prompt in lab.prompts]
-    found: dict[str, Any] = {"counts": {}, "before": lab.ask(kept), "steps": {}}
+    found: dict[str, Any] = {"before": lab.ask(kept)}
     _empty_memory(lab)
-    with _timed_steps(lab) as steps:
-        begin()
+    before = lab.metrics()
+    begin()
+    with timed_steps(lab) as found["steps"]:
         for _ in range(_ROUNDS):
             found["broken"] = lab.ask(kept)
+            found.setdefault("at once", found["broken"])
             found["fresh"] = lab.ask(fresh)
             lab.llm.reset_prefix_cache()
             found["from memory"] = lab.ask(fresh)
             lab.llm.reset_prefix_cache()
             lab.half._stack.primary.clear()
-    found["steps"]["broken"] = steps
+    found["counts"] = _changes(before, lab.metrics())
     end()
     found["used again after"] = _seconds_until_used(lab, 70 + number)
     found["healed"] = lab.ask(kept)
     return found
+
+
+def _changes(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    return {name: after[name] - before.get(name, 0) for name in after}
 
 
 def _seconds_until_used(lab: Lab, number: int) -> float | None:
@@ -113,27 +169,6 @@ def _empty_memory(lab: Lab) -> None:
 
 
 @contextmanager
-def _timed_steps(lab: Lab) -> Iterator[list[float]]:
-    """Fill a list with the seconds of the engine's steps."""
-    steps: list[float] = []
-    core = lab.engine.engine_core.engine_core
-    step = core.step_fn
-
-    def timed() -> Any:
-        began_at = time.perf_counter()
-        try:
-            return step()
-        finally:
-            steps.append(time.perf_counter() - began_at)
-
-    core.step_fn = timed
-    try:
-        yield steps
-    finally:
-        core.step_fn = step
-
-
-@contextmanager
 def _holder(catalog: Path) -> Iterator[subprocess.Popen[str]]:
     """Run a process that holds the write transaction of a catalog until it is killed."""
     code = (
@@ -161,6 +196,8 @@ def _holder(catalog: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 if __name__ == "__main__":
-    # Both halves ask for their device when they are opened, which `main` does.
-    tierstore.faults.SYSTEM = _DEVICE
-    main({phase.__name__: phase for phase in (healthy, refusing, full, hung, vanished, stopped)})
+    job = read_job()
+    if "begins" in job:
+        _begin(job, job["begins"])
+    faults = (refusing, full, hung, vanished, stopped, frozen)
+    main({phase.__name__: phase for phase in (healthy, *faults, begun_broken)})

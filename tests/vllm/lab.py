@@ -17,7 +17,9 @@ from groups import alignment_of
 from leaks import find_leaks
 from preloaded import run_preloaded
 
-__all__ = ["SEAMS", "Lab", "main", "run_lab"]
+from tierstore.faults import ALLOW_FAULTS
+
+__all__ = ["SEAMS", "Lab", "main", "read_job", "run_lab"]
 
 _IDLE_STEPS_MAX = 4000
 _TINY_PROMPT = [7]
@@ -62,7 +64,7 @@ def run_lab(
     code = run_preloaded(
         Path(__file__).with_name(script),
         [str(files["job"]), str(files["found"])],
-        environment=engine_environment(separate_process=False),
+        environment=engine_environment(separate_process=False) | {ALLOW_FAULTS: "1"},
         log=files["log"],
         timeout_seconds=timeout_seconds,
     )
@@ -79,6 +81,7 @@ class Lab:
         from vllm.config import KVTransferConfig
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
+        self.job = job
         self.prompts: list[list[int]] = job["prompts"]
         self.model: str = job["model"]
         self.tier_path = Path(job["config"]["secondary"][0]["path"])
@@ -255,15 +258,23 @@ class Lab:
         self.engine.engine_core.shutdown()
 
 
+def read_job() -> dict[str, Any]:
+    """Return the job that this process was started for."""
+    job: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
+    return job
+
+
 def main(phases: dict[str, Callable[[Lab], dict[str, Any]]]) -> None:
     """Run the phases that the job names, in order, against one engine; write what they found.
 
     A job has `model`, `dtype`, `config`, `prompts`, `phases`, perhaps further arguments of
     `vllm.LLM` under `engine`, and another `load_failure_policy` than `recompute`.
     """
-    job = json.loads(Path(sys.argv[1]).read_text())
+    job = read_job()
+    began_at = time.monotonic()
     lab = Lab(job)
-    found: dict[str, Any] = {"alignment_tokens": alignment_of(lab.llm)}
+    found: dict[str, Any] = {"opened after": time.monotonic() - began_at}
+    found["alignment_tokens"] = alignment_of(lab.llm)
     found["cold"] = lab.ask(lab.prompts)
     for name in job["phases"]:
         print(f"--- {name}", flush=True)

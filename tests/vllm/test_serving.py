@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 
@@ -17,6 +18,7 @@ pytest.importorskip("vllm")
 from engine import engine_environment
 from openai import APIConnectionError, OpenAI
 from scenario import tier_config
+from waiting import within_seconds
 
 pytestmark = pytest.mark.vllm
 
@@ -88,6 +90,15 @@ def ask(client: OpenAI) -> tuple[str, int]:
     return answer.choices[0].text, details.cached_tokens if details else 0
 
 
+def tier_states(client: OpenAI) -> list[float]:
+    """Return what `/metrics` says of the state of the tier."""
+    with urlopen(str(client.base_url).removesuffix("v1/") + "metrics", timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    found = [line for line in lines if line.startswith("vllm:tierstore_tier_state{")]
+    assert all('tier="disk"' in line for line in found)
+    return [float(line.rpartition(" ")[2]) for line in found]
+
+
 def test_a_restarted_server_loads_what_the_one_before_computed(tmp_path: Path) -> None:
     from tiny_models import build_model
 
@@ -97,6 +108,7 @@ def test_a_restarted_server_loads_what_the_one_before_computed(tmp_path: Path) -
     with server(model, config, tmp_path / "first.log") as client:
         text, cached = ask(client)
         assert cached == 0
+        assert within_seconds(lambda: tier_states(client) == [0])
     with server(model, config, tmp_path / "second.log") as client:
         again, cached = ask(client)
     assert again == text

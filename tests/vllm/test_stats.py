@@ -4,15 +4,16 @@ import types
 
 import pytest
 
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
 from tierstore.metrics import Counters, Metric
+from tierstore_vllm.stats import StatsSource, TierStorePromMetrics
 
 pytestmark = pytest.mark.vllm
 
 
 def test_every_metric_is_shown_and_a_gauge_goes_down_again():
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-
-    from tierstore_vllm.stats import StatsSource, TierStorePromMetrics
 
     registry = CollectorRegistry()
     shown = TierStorePromMetrics(
@@ -50,3 +51,16 @@ def test_every_metric_is_shown_and_a_gauge_goes_down_again():
     assert registry.get_sample_value("vllm:tierstore_tier_state", labels) == 2
     assert value_of(Metric.TIER_STATE) == 1
     assert source.take() is None
+
+
+def test_gauges_are_reported_before_they_change_and_counters_are_not():
+    counters = Counters()
+    counters.tally(Metric.TIER_STATE, label="x")
+    counters.tally(Metric.TIER_TRIPS, label="x")
+    source = StatsSource(counters)
+    report = source.take()
+    assert report is not None
+    assert report.data == {'tier_state{tier="x"}': 0}
+    assert source.take() is None
+    counters.add(Metric.TIER_STATE, 2, label="x")
+    assert source.take().data == {'tier_state{tier="x"}': 2}

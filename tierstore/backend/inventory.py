@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tierstore.config import SecondaryConfig
 from tierstore.directory import FILE_MODE, Directory
-from tierstore.errors import BackendError
+from tierstore.errors import BackendError, BackendForeignError
 from tierstore.geometry import SpaceGeometry
 from tierstore.layout import PAGE_BYTES
 from tierstore.lmdb_env import LmdbEnv
@@ -207,6 +207,17 @@ def _survey_directory(
                     survey.add(payload, entry)
 
 
+def _gives_way(directory: Directory, name: str, own: _Own) -> bool:
+    """Remove an empty directory that has the name of a file of ours; return whether it was one."""
+    if not own.names.fullmatch(name) or not _is_directory(directory, name):
+        return False
+    try:
+        directory.clear(name)
+    except (BackendForeignError, OSError):
+        return False
+    return True
+
+
 def _is_directory(base: Directory, name: str) -> bool:
     try:
         return stat.S_ISDIR(base.status(name).st_mode)
@@ -228,7 +239,8 @@ class _Survey:
             self._note(directory.path, _DIRECTORY_BYTES_MAX)
         for entry in directory.entries():
             if not own.has(entry):
-                yield entry
+                if own.directories or not _gives_way(directory, entry.name, own):
+                    yield entry
                 continue
             with suppress(FileNotFoundError):
                 status = entry.stat(follow_symlinks=False)

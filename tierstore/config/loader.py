@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tierstore.config.model import SecondaryConfig, StoreConfig
 from tierstore.config.problems import problem_at, problems_of
+from tierstore.config.real_paths import real_paths
 from tierstore.config.text_file import read_text
 from tierstore.errors import ConfigError
 from tierstore.quoting import escaped, named, quoted
@@ -157,7 +158,7 @@ def _impossible_keys(document: "Document") -> Iterator[str]:
 
 
 def _impossible_tiers(tiers: Sequence[SecondaryConfig]) -> Iterator[str]:
-    real_paths = [Path(os.path.realpath(tier.path)) for tier in tiers]
+    found = _real_paths(tiers)
     for tier_idx, tier in enumerate(tiers):
         where = f"secondary[{tier_idx}]"
         if tier.name == _RESERVED_TIER_NAME:
@@ -165,11 +166,13 @@ def _impossible_tiers(tiers: Sequence[SecondaryConfig]) -> Iterator[str]:
         if tier.capacity_bytes < _SECONDARY_CAPACITY_BYTES_MIN:
             minimum = _SECONDARY_CAPACITY_BYTES_MIN >> 20
             yield f"{where}.capacity: at least {minimum}MiB, got {tier.capacity_bytes} bytes"
-        yield from _exposed_keys(where, tier, real_paths)
+        if tier.integrity is not None:
+            paths = [found[other.path] for other in tiers]
+            yield from _exposed_keys(where, tier.integrity.key_file, paths, found)
         for earlier_idx in range(tier_idx):
             if tiers[earlier_idx].name == tier.name:
                 yield f"{where}.name: '{tier.name}' is also the name of secondary[{earlier_idx}]"
-            ours, theirs = real_paths[tier_idx], real_paths[earlier_idx]
+            ours, theirs = found[tier.path], found[tiers[earlier_idx].path]
             if ours.is_relative_to(theirs) or theirs.is_relative_to(ours):
                 yield (
                     f"{where}.path: {escaped(tier.path)} and secondary[{earlier_idx}].path "
@@ -178,13 +181,21 @@ def _impossible_tiers(tiers: Sequence[SecondaryConfig]) -> Iterator[str]:
                 )
 
 
-def _exposed_keys(where: str, tier: SecondaryConfig, real_paths: Sequence[Path]) -> Iterator[str]:
+def _real_paths(tiers: Sequence[SecondaryConfig]) -> dict[Path, Path]:
+    """Follow links where anything is compared: a device may hang, which one tier alone may do."""
+    keys = [tier.integrity.key_file for tier in tiers if tier.integrity is not None]
+    if len(tiers) + len(keys) < 2:  # noqa: PLR2004 - a pair
+        return {}
+    paths = [*(tier.path for tier in tiers), *keys, *(key.parent for key in keys)]
+    return dict(zip(paths, real_paths(paths), strict=True))
+
+
+def _exposed_keys(
+    where: str, file: Path, tier_paths: Sequence[Path], real: Mapping[Path, Path]
+) -> Iterator[str]:
     """A key below a tier's path is known to those whom it is to keep out."""
-    if tier.integrity is None:
-        return
-    file = tier.integrity.key_file
-    names = {Path(os.path.realpath(file)), Path(os.path.realpath(file.parent)) / file.name}
-    for tier_idx, path in enumerate(real_paths):
+    names = {real[file], real[file.parent] / file.name}
+    for tier_idx, path in enumerate(tier_paths):
         if any(name.is_relative_to(path) for name in names):
             yield (
                 f"{where}.integrity.key_file: {file} lies below the path of secondary[{tier_idx}]; "

@@ -60,7 +60,7 @@ class TierIo:
         """Guarded by the executor's lock, as is the gate."""
         self.pool = IoPool(config.io.threads, f"tierstore-{config.name}")
         self.pool.open()
-        first = _FirstOpening(late)
+        first = _FirstOpening(late, self.owners)
         self.pool.submit_read(first.run)
         try:
             first.wait(_OPEN_SECONDS_MAX)
@@ -91,13 +91,15 @@ class TierIo:
 class _FirstOpening:
     """The first try to open a backend, in another thread."""
 
-    def __init__(self, late: LateBackend) -> None:
+    def __init__(self, late: LateBackend, owners: OwnerLocks) -> None:
         self._late = late
+        self._owners = owners
         self._error: Exception | None = None
         self._is_over = threading.Event()
 
     def run(self) -> None:
         try:
+            self._owners.look()
             self._late.open()
         except Exception as error:  # noqa: BLE001 - raised where the tier is opened
             self._error = error

@@ -69,11 +69,13 @@ class Cascade:
         self._secondary = secondary
         self.health = health
         """What is known of the tier's device."""
-        self._return_count = 0
-        """Of the tier, as far as chunks that failed were asked for again."""
+        self._returned = (0, secondary.owner)
+        """How often it was in use again, as which owner, when what failed was last asked for."""
         self._counters = counters
         self._queue_bytes_max = queue_bytes_max
         self._newest_ticket = 0
+        self.retried_ticket = 0
+        """The last one that asked again for chunks whose demote had failed."""
         self._demotes = Demotes()
         self._trial_ticket = 0
         """The first of the last trial: what began before says nothing of the tier now."""
@@ -231,7 +233,7 @@ class Cascade:
         """Turn the catalog's answers into commands for the data plane."""
         commands: list[Command] = []
         if self._is_back():
-            self._return_count = self.health.write_return_count
+            self._returned = (self.health.write_return_count, self._secondary.owner)
             self._failures.begin_retry()
             self._crowding.end()
         for event in self._secondary.poll():
@@ -249,13 +251,14 @@ class Cascade:
                 )
                 self.on_erased(event.evicted)
                 self._releases.add(event)
+        # Before what waits for their bytes is asked for again.
+        commands += self._releases.commands(new_job_id)
         if self.health.allows_write_trial or (self.health.is_write_failing and not self._demotes):
             self._failures.begin_trial(TRIAL_CHUNKS)
         elif self.health.has_stalled and not self._demotes and self.health.is_writable:
             self.health.has_stalled = False
             self._failures.retry_unasked()
         self._retry_failed()
-        commands += self._releases.commands(new_job_id)
         self.health.look(
             is_writing=self._demotes.is_writing or self._releases.is_under_way,
             is_waiting=self._demotes.is_waiting,
@@ -310,10 +313,7 @@ class Cascade:
         self._failures.clear()
 
     def on_catalog_anew(self) -> None:
-        """Take note that the tier has another catalog: what it had recorded is gone.
-
-        The next flush records what is in memory.
-        """
+        """Take note that the tier has another catalog: what is in memory is recorded again."""
         self._settled &= self._in_flight
         if self._config.cascade == "write_through":
             resident = self._primary.coldest(len(self._primary))
@@ -367,8 +367,8 @@ class Cascade:
 
     def _is_back(self) -> bool:
         """Return whether the tier is in use again and what failed was not asked for since."""
-        is_news = self._return_count != self.health.write_return_count
-        return is_news and self.health.is_writable
+        returned = (self.health.write_return_count, self._secondary.owner)
+        return returned != self._returned and self.health.is_writable
 
     def _park(self, keys: Sequence[OffloadKey]) -> None:
         """Remember chunks for a tier that is out of use, until it is in use again."""
@@ -477,6 +477,7 @@ class Cascade:
         keys = self._failures.take((self._queue_bytes_max - self._queued_bytes) // chunk_bytes_max)
         slots = self._primary.locate(keys)
         self._request_groups([k for k, slot in zip(keys, slots, strict=True) if slot is not None])
+        self.retried_ticket = self._newest_ticket
 
     def _finish_keys(self, group_idx: int, keys: Sequence[OffloadKey]) -> None:
         self._primary.unpin(keys)

@@ -82,6 +82,18 @@ class SecondaryStats:
     is_open: bool = True
     """False: the tier's device fails, and nobody can tell what is on it; the counts are zero."""
 
+    @classmethod
+    def unknown(cls, capacity_bytes: int) -> Self:
+        """Return what can be said of a tier that is not open."""
+        return cls(
+            record_count=0,
+            payload_bytes=0,
+            charged_bytes=0,
+            capacity_bytes=capacity_bytes,
+            evicted_count=0,
+            is_open=False,
+        )
+
 
 class Catalog:
     """The records of one tier as this process, one owner of several, sees and changes them."""

@@ -55,7 +55,7 @@ class Reading(Generic[Answer]):
 
 
 class CatalogReads:
-    """The thread. One other thread asks."""
+    """The thread. One other thread at a time asks; any may wait."""
 
     def __init__(self, name: str) -> None:
         self._mailbox: Mailbox[Reading[object]] = Mailbox(name, self._read)
@@ -103,13 +103,14 @@ class CatalogReads:
 
     def is_stuck(self, seconds: float) -> bool:
         """Return whether the read that has begun was seen to make no progress for so long."""
-        if not self._is_reading or self._step_count != self._seen_step:
-            self._seen_step = self._step_count if self._is_reading else -1
-            self._seen_at = time.monotonic()
-            self._look_count = 0
-            return False
-        self._look_count += 1
-        return self._look_count >= _LOOKS_MIN and time.monotonic() - self._seen_at >= seconds
+        with self._lock:
+            if not self._is_reading or self._step_count != self._seen_step:
+                self._seen_step = self._step_count if self._is_reading else -1
+                self._seen_at = time.monotonic()
+                self._look_count = 0
+                return False
+            self._look_count += 1
+            return self._look_count >= _LOOKS_MIN and time.monotonic() - self._seen_at >= seconds
 
     def close(self, timeout_seconds: float) -> bool:
         """Do what is queued, then stop; False: the thread hangs in its catalog."""

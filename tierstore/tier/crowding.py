@@ -26,7 +26,13 @@ class Crowding:
         self._round_count = 0
 
     def make_way(self, chunk_count: int, chunk_bytes: int) -> bool:
-        """Evict for so many chunks; False: that was tried often enough."""
+        """Evict for so many chunks; False: that was tried often enough.
+
+        Writes that fail while way is being made began before it: they show nothing new, and
+        evicting for each of them would double until the tier is empty.
+        """
+        if self._call_count:
+            return True
         if self._round_count == _ROUNDS_MAX:
             return False
         self._round_count += 1

@@ -1,6 +1,6 @@
 """Where chunks are: the primary tier's index and the catalogs as one place to ask."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
 
 from tierstore.key import OffloadKey
@@ -75,6 +75,15 @@ class Locator:
                 if place is not None:
                     states[i] = ChunkState.RECORDED
         return states
+
+    def look_ahead(self, keys: Sequence[OffloadKey]) -> list[Callable[[], None]]:
+        """Begin to look up what tiers will be asked for next; return what waits for that.
+
+        All tiers are asked, also those below the first that has a chunk: the first may hang.
+        """
+        missing = list(self.indices_of_new(keys))
+        asked = [records.look_ahead(missing) for records in self._records] if missing else []
+        return [wait for wait in asked if wait is not None]
 
     def locate_in_step(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
         """Say where each chunk is, as far as that can be found out at once.

@@ -18,7 +18,7 @@ from tierstore.tier.catalog_reads import CatalogReads, Reading
 from tierstore.tier.reservation import ChunkState
 from tierstore.transfer import FailureReason, Place
 
-__all__ = ["ASKED_AT_ONCE_MAX", "STEP_SECONDS_MAX", "Lookups"]
+__all__ = ["ASKED_AT_ONCE_MAX", "STEP_SECONDS_MAX", "Hidden", "Lookups"]
 
 ASKED_AT_ONCE_MAX = 16
 """Keys for which a step waits; about 2 us each, and 50 us for the thread."""
@@ -45,6 +45,7 @@ _KEPT_STEPS = 32
 
 Locate = Callable[[Sequence[OffloadKey]], list[Place | None]]
 Hidden = Callable[[Sequence[OffloadKey], FailureReason], None]
+Wait = Callable[[], None]
 
 
 def _nothing(keys: Sequence[OffloadKey], reason: FailureReason) -> None:
@@ -67,20 +68,13 @@ class Lookups:
     same can happen between any lookup and the read.
     """
 
-    def __init__(
-        self,
-        locate: Locate,
-        reads: CatalogReads,
-        *,
-        places_seconds_max: float,
-        on_hidden: Hidden = _nothing,
-    ) -> None:
+    def __init__(self, locate: Locate, reads: CatalogReads, *, places_seconds_max: float) -> None:
         """`locate` looks keys up, or raises an error of ours; the thread of `reads` calls it.
 
         `places_seconds_max` bounds for how long `places` waits for a lookup without progress.
-        `on_hidden` is told of keys that are said absent because nobody could look them up.
         """
-        self._on_hidden = on_hidden
+        self.on_hidden: Hidden = _nothing
+        """Called with keys that are said absent because nobody could look them up."""
         self._locate = locate
         self._reads = reads
         self._places_seconds_max = places_seconds_max
@@ -90,6 +84,10 @@ class Lookups:
         """Their keys, with the number of the step."""
         self._young: dict[OffloadKey, Place | None] = {}
         self._old: dict[OffloadKey, Place | None] = {}
+        self._ahead_questions: list[_Question] = []
+        """Those that `look_ahead` has asked, until they are answered."""
+        self._ahead: dict[OffloadKey, Place | None] = {}
+        """Their answers, each for one `places`."""
         self._step_count = 0
         self._step_seconds_left = STEP_SECONDS_MAX
         self._reset_count = 0
@@ -116,10 +114,23 @@ class Lookups:
         missing = ChunkState.ARRIVING
         if unknown and self._is_slow():
             missing = ChunkState.ABSENT
-            self._on_hidden(unknown, FailureReason.STALLED)
+            self.on_hidden(unknown, FailureReason.STALLED)
         if len(asked) <= ASKED_AT_ONCE_MAX:
             self.forget(asked)  # they are asked for again as easily, and then it is not outdated
         return [_state(known[key]) if key in known else missing for key in keys]
+
+    def look_ahead(self, keys: Sequence[OffloadKey]) -> Wait | None:
+        """Begin to look up what `places` is asked for next, which waits for nothing then.
+
+        Return what waits until that is over, or takes too long; any thread may call it. None: there
+        is nothing to wait for.
+        """
+        _, unknown = self._known(keys)
+        if not unknown or self.is_stuck:
+            return None
+        reading = self._reads.ask(partial(self._locate, tuple(unknown)))
+        self._ahead_questions.append(_Question(tuple(unknown), self._reset_count, reading))
+        return partial(self._wait_for_places, reading)
 
     def places(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
         """Return the place of each recorded key; what is not known is looked up, and waited for.
@@ -127,6 +138,8 @@ class Lookups:
         Nothing is found where that takes too long, nor until that lookup has ended.
         """
         known, unknown = self._known(keys)
+        if unknown and (self._ahead or self._ahead_questions):
+            unknown = self._take_ahead(known, unknown)
         if unknown:
             known.update(zip(unknown, self._look_up(unknown), strict=True))
         return [known.get(key) for key in keys]
@@ -134,10 +147,10 @@ class Lookups:
     def _look_up(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
         if not self.is_stuck:
             reading = self._reads.ask(partial(self._locate, tuple(keys)))
-            seconds = max(self._places_seconds_max, _TURN_SECONDS_MAX)
-            if self._reads.wait(reading, seconds, self._places_seconds_max):
+            self._wait_for_places(reading)
+            if reading.is_done:
                 return self._answer(reading, keys)
-        self._on_hidden(keys, FailureReason.STALLED)
+        self.on_hidden(keys, FailureReason.STALLED)
         return [None] * len(keys)
 
     def _answer(
@@ -146,12 +159,12 @@ class Lookups:
         try:
             return reading.answer()
         except (BackendError, CatalogError, ClosedError):
-            self._on_hidden(keys, FailureReason.IO_ERROR)
+            self.on_hidden(keys, FailureReason.IO_ERROR)
             return [None] * len(keys)
 
     def forget(self, keys: Iterable[OffloadKey]) -> None:
         """Drop answers about records that came or went."""
-        for known in (self._young, self._old):
+        for known in (self._young, self._old, self._ahead):
             if known:
                 for key in keys:
                     known.pop(key, None)
@@ -159,7 +172,7 @@ class Lookups:
     def reset(self) -> None:
         """Drop all answers, those on their way too."""
         self._reset_count += 1
-        self._young, self._old = {}, {}
+        self._young, self._old, self._ahead = {}, {}, {}
 
     def end_step(self) -> None:
         """Let answers grow older."""
@@ -167,6 +180,7 @@ class Lookups:
         self._step_count += 1
         if self._step_count % _KEPT_STEPS == 0:
             self._young, self._old = {}, self._young
+            self._ahead = {}  # nobody came for them
 
     def _known(
         self, keys: Sequence[OffloadKey]
@@ -178,6 +192,30 @@ class Lookups:
             if answers:
                 known.update((key, answers[key]) for key in keys if key in answers)
         return known, [key for key in keys if key not in known] if known else keys
+
+    def _take_ahead(
+        self, known: dict[OffloadKey, Place | None], unknown: Sequence[OffloadKey]
+    ) -> Sequence[OffloadKey]:
+        """Add what was looked up ahead to what is known; return the keys that were not.
+
+        Those whose lookup was waited for in vain are not waited for again.
+        """
+        late: set[OffloadKey] = set()
+        questions, self._ahead_questions = self._ahead_questions, []
+        for question in questions:
+            if not question.reading.is_done:
+                self._ahead_questions.append(question)
+                late.update(question.keys)
+            elif question.reset_count == self._reset_count:
+                places = self._answer(question.reading, question.keys)
+                self._ahead.update(zip(question.keys, places, strict=True))
+        known.update((key, self._ahead.pop(key)) for key in unknown if key in self._ahead)
+        self.on_hidden([key for key in unknown if key in late], FailureReason.STALLED)
+        return [key for key in unknown if key not in known and key not in late]
+
+    def _wait_for_places(self, reading: Reading[list[Place | None]]) -> None:
+        seconds = max(self._places_seconds_max, _TURN_SECONDS_MAX)
+        self._reads.wait(reading, seconds, self._places_seconds_max)
 
     def _waits_long(self, unknown: Sequence[OffloadKey]) -> bool:
         asked_at = self._queued.get(unknown[0], self._step_count)

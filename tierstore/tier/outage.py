@@ -13,7 +13,9 @@ import errno
 from tierstore.errors import (
     BackendBusyError,
     BackendCorruptError,
+    BackendForeignError,
     CatalogDamagedError,
+    ConfigError,
     TierStoreError,
 )
 
@@ -38,7 +40,9 @@ def may_pass(error: TierStoreError) -> bool:
     while cause is not None:
         if isinstance(cause, BackendBusyError):
             return True
-        if isinstance(cause, BackendCorruptError | CatalogDamagedError):
+        if isinstance(
+            cause, BackendCorruptError | BackendForeignError | CatalogDamagedError | ConfigError
+        ):
             return False
         if isinstance(cause, OSError):
             return cause.errno not in _TO_BE_MENDED

@@ -137,10 +137,16 @@ class OwnerLocks:
     """The locks that a data plane holds, one for each owner whose commands it carries out."""
 
     def __init__(self, tier_path: Path) -> None:
+        """Ask the device nothing yet."""
         self._tier_path = tier_path
         self._lock = threading.Lock()
         self._locks: dict[int, OwnerLock] = {}
-        self._is_shared = self._has_catalog()
+        self._is_shared = False
+
+    def look(self) -> None:
+        """See whether there is a catalog, when the tier is opened; waits for the device."""
+        with self._lock:
+            self._is_shared = self._is_shared or self._has_catalog()
 
     def hold(self, owner: int) -> bool:
         """Return whether the owner lives, and let him live until `close`; thread-safe.

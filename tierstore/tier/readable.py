@@ -64,7 +64,7 @@ class ReadableRecords:
         `on_removed` is told of records that are removed because they cannot be read.
         """
         self._secondary = secondary
-        secondary.on_hidden = self._count_hidden
+        secondary.tell_of_hidden(self._count_hidden)
         self._counters = counters
         self._counted: set[OffloadKey] = set()
         """Chunks that nobody could look up, and that were counted as missed."""
@@ -85,6 +85,11 @@ class ReadableRecords:
             return self._secondary.locate(keys)
         places = dict(zip(asked, self._secondary.locate(asked), strict=True)) if asked else {}
         return [places.get(key) for key in keys]
+
+    def look_ahead(self, keys: Sequence[OffloadKey]) -> Callable[[], None] | None:
+        """Do as `SecondaryTier.look_ahead`, for what `locate` would ask for."""
+        asked = self._askable(keys)
+        return self._secondary.look_ahead(asked) if asked else None
 
     def states(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
         """Do as `SecondaryTier.states`; absent is also what cannot be read now."""

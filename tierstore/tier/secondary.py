@@ -39,9 +39,9 @@ from tierstore.tier.catalog_messages import (
 )
 from tierstore.tier.catalog_reads import CatalogReads
 from tierstore.tier.catalog_writer import CatalogWriter
-from tierstore.tier.lookup import Lookups
+from tierstore.tier.lookup import Hidden, Lookups
 from tierstore.tier.reservation import ChunkState
-from tierstore.transfer import FailureReason, Place
+from tierstore.transfer import Place
 
 __all__ = ["OPEN_SECONDS_MAX", "SecondaryTier"]
 
@@ -105,13 +105,11 @@ class SecondaryTier:
         self._name = name = f"{tier_idx}-{config.name}"
         self._pins: Counter[OffloadKey] = Counter()
         self._clock = MonotonicClock()
-        self._patience_seconds = config.io.deadline_seconds
         self._reads = CatalogReads(f"lookup-{name}")
         self._lookups = Lookups(
             self._look_up,
             self._reads,
-            places_seconds_max=lookup_seconds_max or self._patience_seconds,
-            on_hidden=self._hide,
+            places_seconds_max=lookup_seconds_max or config.io.deadline_seconds,
         )
         if pace is None:
             # Each search of an lmdb tier opens its databases, and what is in them is bounded.
@@ -123,8 +121,6 @@ class SecondaryTier:
         self._on_opened = on_opened
         self.on_anew: Callable[[], None] = _nothing
         """Called by `poll` and `wait` when the catalog was lost, and another one is in use."""
-        self.on_hidden: Callable[[Sequence[OffloadKey], FailureReason], None] = _nothing
-        """Called by `locate` and `states` with keys that nobody could look up."""
         self._served: OpenCatalog | None = None
         """Whose answers `poll` returns: what it is asked for comes from this one."""
         self._owner = 0
@@ -255,6 +251,15 @@ class SecondaryTier:
             return [None] * len(keys)
         return self._lookups.places(keys)
 
+    def tell_of_hidden(self, listener: Hidden) -> None:
+        """Call `listener` with the keys that `locate` and `states` could not look up."""
+        self._lookups.on_hidden = listener
+
+    def look_ahead(self, keys: Sequence[OffloadKey]) -> Callable[[], None] | None:
+        """Begin to look up what `locate` is asked for next (`Lookups.look_ahead`)."""
+        is_hidden = self._desk.forgotten_count < self._hidden_until
+        return self._lookups.look_ahead(keys) if self.is_open and not is_hidden else None
+
     def states(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
         """Return of each key whether it is recorded, absent, or (arriving) being looked up still.
 
@@ -285,9 +290,6 @@ class SecondaryTier:
                 self._is_failing = True
                 _logger.warning("locate failed: tier=%s cause=%s", self._name, error)
             raise
-
-    def _hide(self, keys: Sequence[OffloadKey], reason: FailureReason) -> None:
-        self.on_hidden(keys, reason)
 
     def request_places(self, ticket: int, keys: Sequence[OffloadKey], payload_bytes: int) -> None:
         """Ask for one place per key, all of `payload_bytes`; answered by `Placed` or `Refused`.
@@ -418,14 +420,7 @@ class SecondaryTier:
         """
         with suppress(_NotOpenError):
             return self._catalog.stats()
-        return SecondaryStats(
-            record_count=0,
-            payload_bytes=0,
-            charged_bytes=0,
-            capacity_bytes=self._config.capacity_bytes,
-            evicted_count=0,
-            is_open=False,
-        )
+        return SecondaryStats.unknown(self._config.capacity_bytes)
 
     def check(self) -> list[str]:
         """Verify the catalog's invariants; return the violations in words (empty: sound).
@@ -455,7 +450,7 @@ class SecondaryTier:
             return
         with suppress(ClosedError):
             self._mailbox.put(Evict())  # whatever comes, what has failed is tried before it
-            self._mailbox.wait_idle(self._patience_seconds)
+            self._mailbox.wait_idle(self._config.io.deadline_seconds)
         if self._desk.forgotten_count < self._hidden_until:
             raise BackendError(
                 f"secondary {self._config.name!r}: its catalog has not recorded a reset: "

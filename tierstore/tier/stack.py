@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -146,6 +146,10 @@ class TierStack:
     def locate_run(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
         """Say where the chunks of a prefix are up to its first gap (`Locator.locate_run`)."""
         return self._locator.locate_run(keys)
+
+    def look_ahead(self, keys: Sequence[OffloadKey]) -> list[Callable[[], None]]:
+        """Begin to look up what is asked for next (`Locator.look_ahead`)."""
+        return self._locator.look_ahead(keys)
 
     def match_prefix(self, keys: Sequence[OffloadKey]) -> int:
         """Return how many leading chunks can be loaded now (resident or recorded)."""

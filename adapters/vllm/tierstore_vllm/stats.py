@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 __all__ = ["StatsSource", "TierStorePromMetrics", "TierStoreStats"]
 
 
+_GAUGES = {metric.metric_name for metric in Metric if metric.kind == "gauge"}
+"""Shown from the beginning, since an alarm cannot tell 0 from no gauge."""
+
+
 @dataclass
 class TierStoreStats(KVConnectorStats):
     """What was counted since the last report, by `name` or `name{label="value"}`."""
@@ -47,7 +51,7 @@ class StatsSource:
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
-        self._change_count = 0
+        self._change_count = -1  # what gauges stand at is said before anything has changed
         self._reported: Mapping[str, float] = {}
 
     def take(self) -> TierStoreStats | None:
@@ -62,6 +66,7 @@ class StatsSource:
             name: amount - before.get(name, 0)
             for name, amount in self._reported.items()
             if amount != before.get(name, 0)
+            or (name not in before and name.partition("{")[0] in _GAUGES)
         }
         return TierStoreStats(data=data) if data else None
 

@@ -1,0 +1,32 @@
+"""Where paths really lead, links followed; for a device that hangs, where they seem to."""
+
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from tierstore.io_pool import IoPool
+
+__all__ = ["real_paths"]
+
+_SECONDS_MAX = 2.0
+"""A directory on a device that hangs is asked for so long."""
+
+
+def real_paths(paths: Sequence[Path]) -> list[Path]:
+    """Follow the links in paths, whatever exists of them; all are asked side by side.
+
+    Of those whose device does not answer in time, only `.` and `..` are resolved.
+    """
+    found: dict[Path, Path] = {}
+
+    def follow(path: Path) -> None:
+        found[path] = Path(os.path.realpath(path))
+
+    asked = list(dict.fromkeys(paths))
+    pool = IoPool(len(asked), "tierstore-paths")
+    pool.open()
+    for path in asked:
+        pool.submit_read(partial(follow, path))
+    pool.close(_SECONDS_MAX)
+    return [found.get(path) or Path(os.path.normpath(path)) for path in paths]
