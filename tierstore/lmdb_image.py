@@ -49,6 +49,8 @@ _BLOCK_RUNS = 4096
 """Heads of overflow runs that are asked of the device at once."""
 
 _META_COUNT = 2
+_TRANSACTION_BITS = 48
+"""Nobody counts further. What is written after such a number would be verified as damage."""
 _FREE_KEY_BYTES = 8
 _NO_NUMBERS: Numbers = np.empty(0, np.int64)
 
@@ -145,6 +147,7 @@ class _Image:
                 or meta["number"] != number
                 or meta["free"]["pad"] != page_bytes
                 or (transaction and transaction % 2 != number)
+                or transaction >> _TRANSACTION_BITS
             ):
                 damage(f"page {number}", "meta page")
         meta = metas[int(metas[1]["transaction"] > metas[0]["transaction"])]

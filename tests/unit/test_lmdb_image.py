@@ -143,6 +143,10 @@ DAMAGE = {
         lambda i: (meta_at(i, "transaction"), int(i.meta["transaction"]) + 1, 8),
         "meta page",
     ),
+    "number of a transaction that nobody can reach": (
+        lambda i: (meta_at(i, "transaction") + 7, 251, 1),
+        "meta page",
+    ),
     "last page": (lambda i: (meta_at(i, "last_page"), 1 << 40, 8), "last page"),
     "last page before pages in use": (lambda i: (meta_at(i, "last_page"), 3, 8), "beyond"),
     "flags of the free list": (
