@@ -25,7 +25,9 @@ __all__ = ["fault_rules"]
 
 _USED_AGAIN_SECONDS_MAX = 120
 _ROUNDS = 3
-"""How often prompts are asked while the device is broken."""
+_BROKEN_SECONDS_MIN = 1.0
+"""Prompts are asked so often while the device is broken, and for so long: well past the deadline
+of a read."""
 
 _FULL = ["pwritev", "allocate", "database.commit"]
 """The calls that a full device refuses."""
@@ -122,7 +124,10 @@ def _endure(
     before = lab.metrics()
     begin()
     with timed_steps(lab) as found["steps"]:
-        for _ in range(_ROUNDS):
+        until = time.monotonic() + _BROKEN_SECONDS_MIN
+        rounds = 0
+        while rounds < _ROUNDS or time.monotonic() < until:
+            rounds += 1
             found["broken"] = lab.ask(kept)
             found.setdefault("at once", found["broken"])
             found["fresh"] = lab.ask(fresh)
