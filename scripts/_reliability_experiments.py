@@ -123,7 +123,7 @@ def _read_endurance(lines: list[str]) -> list[Finding]:
 
 
 def _campaigns(kind: str) -> Callable[[bool, int], Iterator[Experiment]]:
-    counts = {"damage": (40, 5000), "calls": (30, 1000), "crash": (30, 500), "cut": (20, 250)}
+    counts = {"damage": (40, 5000), "calls": (12, 1000), "crash": (30, 500), "cut": (20, 250)}
 
     def make(is_quick: bool, seed: int) -> Iterator[Experiment]:  # noqa: FBT001
         count = counts[kind][0 if is_quick else 1]
@@ -140,7 +140,7 @@ def _campaigns(kind: str) -> Callable[[bool, int], Iterator[Experiment]]:
                     "--folder",
                     "{folder}",
                 ),
-                seconds_max=600 if is_quick else 4 * 3600,
+                seconds_max=900 if is_quick else 4 * 3600,
                 read=_read_campaign,
             )
 
