@@ -36,10 +36,17 @@ LONG_ON = {"ext4": "ext4", "tmpfs": "tmpfs", "tmpfs-huge": "punches that free no
 VLLM = """
 import json, sys
 from pathlib import Path
-from test_device_faults import run
-print(json.dumps(run(sys.argv[1], Path(sys.argv[2]))))
+from test_device_faults import DEADLINE_SECONDS, engines_of, run
+found = {"deadline": DEADLINE_SECONDS, "phases": []}
+for is_frozen, faults in engines_of(sys.argv[1]).items():
+    folder = Path(sys.argv[2]) / str(is_frozen)
+    folder.mkdir()
+    answers = run(sys.argv[1], folder, faults, is_frozen=is_frozen)
+    names = [*faults] if is_frozen else ["healthy", *faults]
+    found["phases"] += [(name, answers[name]) for name in names]
+print(json.dumps(found))
 """
-"""Runs the lab of `tests/vllm/device_faults.py`: real engine, all phases."""
+"""Runs the lab of `tests/vllm/device_faults.py`: real engines, all phases."""
 
 
 @dataclass(kw_only=True)
@@ -256,27 +263,38 @@ def _vllm(is_quick: bool, seed: int) -> Iterator[Experiment]:  # noqa: FBT001
 
 def _vllm_reader(backend: str) -> Reader:
     def read(lines: list[str]) -> list[Finding]:
-        phases = json.loads(lines[-1])
-        return [_vllm_phase(name, backend, phase) for name, phase in phases.items()]
+        found = json.loads(lines[-1])
+        return [
+            _vllm_phase(name, backend, phase, found["deadline"]) for name, phase in found["phases"]
+        ]
 
     return read
 
 
-def _vllm_phase(name: str, backend: str, phase: dict[str, Any]) -> Finding:
+def _vllm_phase(name: str, backend: str, phase: dict[str, Any], deadline: float) -> Finding:
     before = phase["before"]["tokens"]
     pairs = [(phase["broken"]["tokens"], before), (phase["healed"]["tokens"], before)]
     pairs.append((phase["from memory"]["tokens"], phase["fresh"]["tokens"]))
     answers = [pair for ours, right in pairs for pair in zip(ours, right, strict=True)]
     back = phase["used again after"]
+    steps = phase["steps"]
     found = Finding(
         fault=f"vLLM, {name}",
         backend=backend,
         tries=len(answers),
         recomputed=sum(cached == 0 for cached in phase["broken"]["cached"]),
         wrong=sum(ours != right for ours, right in answers),
-        stall_seconds=max(phase["steps"]["broken"]),
+        stall_seconds=max(step["seconds"] for step in steps),
         back_seconds=back,
         problems=[str(problem) for problem in phase["problems"]],
+        facts={
+            "steps": len(steps),
+            **{
+                f"{what}{words}": max(step[what] for step in steps if step["began"] >= since)
+                for what in ("seconds", "hooks", "hooks_waited")
+                for words, since in (("", 0), (" later", deadline))
+            },
+        },
     )
     if back is None:
         found.problems.append("the tier is not used again")

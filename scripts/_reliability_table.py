@@ -42,8 +42,9 @@ HOW = {
     "long run": "Chunks are put and got through one store; every 400 batches the device refuses, "
     "is full, or hangs for 12 batches. A try is such a fault.",
     "vLLM": "A real engine on a CPU with both halves in its process. Every prompt is asked three "
-    "times while the device is broken, then again when it is healed. A try is an answer that is "
-    "compared. The longest call is the longest step of the engine.",
+    "times or more while the device is broken, then again when it is healed. A try is an answer "
+    "that is compared. The longest call is the longest step of the engine. *healthy*: nothing is "
+    "broken. *frozen*: the server of the mount that the tier lies on is stopped.",
 }
 """How each fault is made, by the beginning of its name."""
 
@@ -71,6 +72,14 @@ Memory (without mapped files), descriptors and threads: the middle of the first 
 last third of the run, after its first fifth. The file backend keeps up to 64 segments open.
 """
 
+STEPS = """\
+## Steps of vLLM
+
+Milliseconds of the longest step. A step without a tier is the same step without the connector's
+hooks, so *in hooks* is what a tier adds to one, and *waiting* the part of it without a processor.
+*later*: of the steps that began after the first deadline of a read had passed.
+"""
+
 COLUMNS = (
     *("fault", "tries", "recomputed", "retried", "refused", "wrong", "lost", "ended"),
     *("over quota, bytes", "memory hit, s", "call, s", "back, s"),
@@ -78,6 +87,11 @@ COLUMNS = (
 LONG_COLUMNS = (
     *("long run", "backend", "chunk operations", "evicted", "calls struck", "samples"),
     *("over quota, bytes", "memory, MiB", "descriptors", "threads"),
+)
+STEP_PARTS = ("seconds", "hooks", "hooks_waited")
+STEP_COLUMNS = (
+    *("fault", "backend", "steps", "longest", "in hooks", "waiting"),
+    *("longest, later", "in hooks, later", "waiting, later"),
 )
 
 
@@ -102,6 +116,9 @@ def document_of(kept: Sequence[Kept]) -> str:
     long_rows = [_long_row(one) for one in found if one.fault.startswith("long run")]
     if long_rows:
         parts += [LONG_RUNS, _table(LONG_COLUMNS, long_rows)]
+    step_rows = [_step_row(one) for one in found if one.fault.startswith("vLLM")]
+    if step_rows:
+        parts += [STEPS, _table(STEP_COLUMNS, step_rows)]
     parts += [
         "## How each fault is made\n",
         "".join(f"- **{name}**: {how}\n" for name, how in HOW.items() if _is_in(name, by_fault)),
@@ -149,6 +166,17 @@ def _long_row(found: Finding) -> list[str]:
         f"{found.over_quota_bytes:,}",
         memory,
         *[" → ".join(map(str, facts[name])) for name in ("descriptors", "threads")],
+    ]
+
+
+def _step_row(found: Finding) -> list[str]:
+    facts = found.facts
+    names = [f"{what}{words}" for words in ("", " later") for what in STEP_PARTS]
+    return [
+        found.fault.partition(", ")[2],
+        found.backend,
+        f"{facts['steps']:,}",
+        *[f"{1000 * facts[name]:.1f}" for name in names],
     ]
 
 

@@ -26,12 +26,14 @@ from unittest.mock import patch
 
 from hanging import HangingTask, stand_still
 
-from tierstore import clock, io_pool
+from tierstore import catalog_reader, clock, io_pool
 from tierstore.backend.opening import open_backend
+from tierstore.config import real_paths
 from tierstore.dma.host import HostCopyEngine
 from tierstore.dma.protocol import ComputeMark, CopyId
 from tierstore.executor import TransferExecutor
 from tierstore.system import SystemCalls
+from tierstore.tier import catalog_keeper, catalog_reads
 
 __all__ = [
     "SECONDS_PER_STEP",
@@ -112,6 +114,9 @@ class SteppedPool:
 
     def _submit(self, task: Callable[[], None], *, is_write: bool) -> None:
         self._number += 1
+        if self._number == 1:  # opens what the others use; its pool's owner waits for it
+            task()
+            return
         due_step, hung_steps = self._machine.due_step(), self._machine.hung_steps()
         self._tasks.append(_Task(is_write, self._number, due_step, hung_steps, task))
 
@@ -350,11 +355,15 @@ class Machine:
             yield
 
     def _modules(self) -> list[ModuleType]:
-        """Return those that took a part by name; one that is imported later takes the real one."""
+        """Return those that took a part by name; one that is imported later takes the real one.
+
+        Threads whose answers are waited for in real time stay threads.
+        """
+        kept = (clock, io_pool, catalog_keeper, catalog_reader, catalog_reads, real_paths)
         return [
             module
             for name, module in list(sys.modules.items())
-            if name.startswith("tierstore") and module not in (clock, io_pool)
+            if name.startswith("tierstore") and module not in kept
         ]
 
     def _open_copy_engine(self, *_: Any, **__: Any) -> LateCopyEngine:

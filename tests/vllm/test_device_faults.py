@@ -51,6 +51,15 @@ CASES = [
 """Of one backend and device, all in one engine."""
 
 
+def engines_of(backend: str) -> dict[bool, list[str]]:
+    """Return the faults of each engine of a backend, by whether it lies in a mount."""
+    engines: dict[bool, list[str]] = {}
+    for name, is_frozen, fault in CASES:
+        if name == backend:
+            engines.setdefault(is_frozen, []).append(fault)
+    return engines
+
+
 @dataclass(frozen=True)
 class Fault:
     name: str
@@ -117,8 +126,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory):
 
     def found(backend: str, *, is_frozen: bool) -> dict[str, Any]:
         if (backend, is_frozen) not in done:
-            faults = [fault for *engine, fault in CASES if engine == [backend, is_frozen]]
             folder = tmp_path_factory.mktemp("device")
+            faults = engines_of(backend)[is_frozen]
             done[backend, is_frozen] = run(backend, folder, faults, is_frozen=is_frozen)
         return done[backend, is_frozen]
 
