@@ -8,14 +8,22 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 from tierstore.bounded_log import bounded
 from tierstore.errors import ClosedError, ConfigError
 from tierstore.quoting import escaped
 
-__all__ = ["READS_IN_A_ROW_MAX", "IoPool", "Mailbox", "TaskOrder", "is_pool_thread"]
+__all__ = [
+    "READS_IN_A_ROW_MAX",
+    "IoPool",
+    "Mailbox",
+    "TaskOrder",
+    "is_pool_thread",
+    "run_side_by_side",
+]
 
 _logger = bounded(logging.getLogger(__name__))
 
@@ -23,6 +31,11 @@ Item = TypeVar("Item")
 
 READS_IN_A_ROW_MAX = 8
 """After so many reads that went before a waiting write, the write has its turn."""
+
+_BEGIN_SECONDS_MAX = 5.0
+"""A thread that has not begun by then is taken for one that never will."""
+_NO_MEMORY_SECONDS = 0.05
+"""Between two tries to wait, when there is no memory for it."""
 
 
 class TaskOrder(Generic[Item]):
@@ -63,14 +76,51 @@ def is_pool_thread() -> bool:
     return getattr(_this_thread, "is_pooled", False)
 
 
-def _start(thread: threading.Thread) -> None:
-    try:
-        thread.start()
-    except (RuntimeError, MemoryError) as error:
-        raise ConfigError(
-            f"io.threads: the system starts no thread '{thread.name}' ({escaped(error)}); lower "
-            "io.threads, or raise what limits the process (ulimit -u, ulimit -v, the container)"
-        ) from error
+class _Beginning(threading.Event):
+    """That a thread has begun: waited for a bounded time.
+
+    Without memory a thread can end before its first step. `threading.Thread.start` would wait for
+    that step without limit.
+    """
+
+    def wait(self, timeout: float | None = None) -> bool:
+        seconds = _BEGIN_SECONDS_MAX if timeout is None else timeout
+        if not super().wait(seconds):
+            raise RuntimeError(f"it has not begun within {seconds:.0f} s, as without memory")
+        return True
+
+
+class _Thread(threading.Thread):
+    """A thread that does not keep the process from ending, and whose start is bounded."""
+
+    def __init__(self, run: Callable[[], None], name: str) -> None:
+        super().__init__(target=run, name=name, daemon=True)
+        self._started = _Beginning()
+
+    def begin(self) -> None:
+        """Start it.
+
+        Raises:
+            ConfigError: the system starts no more. It may begin later all the same.
+        """
+        try:
+            self.start()
+        except (RuntimeError, MemoryError) as error:
+            raise ConfigError(
+                f"io.threads: the system starts no thread '{self.name}' ({escaped(error)}); lower "
+                "io.threads, or raise what limits the process (ulimit -u, ulimit -v, the container)"
+            ) from error
+
+
+def _wait_for(condition: threading.Condition, predicate: Callable[[], bool]) -> None:
+    """Wait without limit; a lack of memory does not end the thread that has nothing to do."""
+    while True:
+        try:
+            condition.wait_for(predicate)
+        except MemoryError:
+            time.sleep(_NO_MEMORY_SECONDS)
+        else:
+            return
 
 
 class IoPool:
@@ -89,7 +139,7 @@ class IoPool:
         self._changed = threading.Condition(self._lock)
         self._order: TaskOrder[Callable[[], object]] = TaskOrder()
         self._is_closing = False
-        self._threads: list[threading.Thread] = []
+        self._threads: list[_Thread] = []
 
     def open(self) -> None:
         """Start the threads, all or none.
@@ -100,8 +150,8 @@ class IoPool:
         try:
             for number in range(self._thread_count):
                 name = f"{self._name}-{number}"
-                thread = threading.Thread(target=self._run, name=name, daemon=True)
-                _start(thread)
+                thread = _Thread(self._run, name)
+                thread.begin()
                 self._threads.append(thread)
         except BaseException:
             self.close(0.0)
@@ -137,15 +187,36 @@ class IoPool:
         _this_thread.is_pooled = True
         while True:
             with self._lock:
-                self._changed.wait_for(lambda: bool(self._order) or self._is_closing)
+                _wait_for(self._changed, lambda: bool(self._order) or self._is_closing)
                 task = self._order.take()
             if task is None:
                 return
             try:
                 task()
             except Exception:  # the outermost frame of a thread: a bug must not end the pool
-                _logger.exception("I/O task failed: pool=%s", self._name)
+                with suppress(MemoryError):
+                    _logger.exception("I/O task failed: pool=%s", self._name)
             del task
+
+
+def run_side_by_side(
+    tasks: Sequence[Callable[[], object]], name: str, timeout_seconds: float
+) -> bool:
+    """Run tasks, each in a thread of its own; False: some still run there when time is up.
+
+    Where the system starts no thread they run in this one, in order and as long as they take: what
+    has to be closed is closed even then.
+    """
+    pool = IoPool(len(tasks), name)
+    try:
+        pool.open()
+    except ConfigError:
+        for task in tasks:
+            task()
+        return True
+    for task in tasks:
+        pool.submit_write(task)
+    return pool.close(timeout_seconds)
 
 
 class Mailbox(Generic[Item]):
@@ -159,7 +230,7 @@ class Mailbox(Generic[Item]):
         self._condition = threading.Condition(self._lock)
         self._busy = False
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = _Thread(self._run, name)
 
     def open(self) -> None:
         """Start the thread.
@@ -167,7 +238,11 @@ class Mailbox(Generic[Item]):
         Raises:
             ConfigError: the system starts no more.
         """
-        _start(self._thread)
+        try:
+            self._thread.begin()
+        except BaseException:
+            self.close(0.0)
+            raise
 
     def put(self, item: Item) -> None:
         """Queue one item; never blocks.
@@ -182,7 +257,7 @@ class Mailbox(Generic[Item]):
             self._condition.notify_all()
 
     def offer(self, item: Item, waiting_max: int) -> bool:
-        """Queue one item unless so many wait already; say whether it was.
+        """Queue one item unless so many wait already; return whether it was.
 
         Raises:
             ClosedError: after `close`.
@@ -216,7 +291,7 @@ class Mailbox(Generic[Item]):
         _this_thread.is_pooled = True
         while True:
             with self._lock:
-                self._condition.wait_for(lambda: bool(self._items) or self._closed)
+                _wait_for(self._condition, lambda: bool(self._items) or self._closed)
                 if not self._items:
                     return
                 batch, self._items = self._items, []
@@ -224,7 +299,8 @@ class Mailbox(Generic[Item]):
             try:
                 self._handle(batch)
             except Exception:  # the outermost frame of a thread: a bug must not end it
-                _logger.exception("mailbox batch failed: items=%d", len(batch))
+                with suppress(MemoryError):
+                    _logger.exception("mailbox batch failed: items=%d", len(batch))
             finally:
                 with self._lock:
                     self._busy = False

@@ -6,6 +6,7 @@ get:  resident or promoted slots -> copied to the caller's array
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
@@ -171,10 +172,11 @@ class TierStore:
         patience: Patience | None,
     ) -> Self:
         counters = Counters()
-        stack = open_stack(
-            config, manifest, rank_count=1, counters=counters, open_system=open_system
-        )
-        try:
+        with ExitStack() as undo:
+            stack = open_stack(
+                config, manifest, rank_count=1, counters=counters, open_system=open_system
+            )
+            undo.callback(stack.close)
             executor = TransferExecutor.open(
                 config,
                 manifest,
@@ -184,10 +186,9 @@ class TierStore:
                 counters=counters,
                 open_backend=open_backend,
             )
-        except BaseException:
-            stack.close()
-            raise
-        store = cls(config, manifest, stack, executor, counters, patience=patience)
+            undo.callback(executor.close)
+            store = cls(config, manifest, stack, executor, counters, patience=patience)
+            undo.pop_all()
         try:
             store._planes.open()
         except BaseException:

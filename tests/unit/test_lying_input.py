@@ -353,7 +353,7 @@ def test_an_argument_of_a_wrong_kind_is_refused(tmp_path, name, value):
 
 
 SHORT_OF_MEMORY = textwrap.dedent("""
-    import resource, sys
+    import os, resource, sys, threading, time
     import numpy as np
     from tierstore import Manifest, TierStore, TierStoreError, load_config, make_offload_keys
     from tierstore.testing.spread import spread_hashes
@@ -372,8 +372,9 @@ SHORT_OF_MEMORY = textwrap.dedent("""
         store.put(keys, rows)
     mapped = int(open("/proc/self/statm").read().split()[0]) * 4096
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    thread_count = len(os.listdir("/proc/self/task"))
     refusals = 0
-    for extra in [*range(0, 400, 25), 1_000]:
+    for extra in [*range(0, 400, 100), 1_000]:
         resource.setrlimit(resource.RLIMIT_AS, (mapped + (extra << 20), hard))
         try:
             with TierStore.open(config, manifest) as store:
@@ -387,6 +388,10 @@ SHORT_OF_MEMORY = textwrap.dedent("""
     with TierStore.open(config, manifest) as store:
         assert store.put(keys, rows) == 20
         assert store.check() == []
+    until = time.monotonic() + 60
+    while len(os.listdir("/proc/self/task")) > thread_count:
+        assert time.monotonic() < until, f"a refused store left {threading.enumerate()}"
+        time.sleep(0.05)
     print("refusals", refusals)
 """)
 
@@ -398,7 +403,7 @@ def test_a_process_that_is_short_of_memory_gets_errors_of_ours(tmp_path, backend
         capture_output=True,
         text=True,
         cwd=ROOT,
-        timeout=600,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3_000:]

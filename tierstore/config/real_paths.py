@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from tierstore.io_pool import IoPool
+from tierstore.io_pool import run_side_by_side
 
 __all__ = ["real_paths"]
 
@@ -24,9 +24,5 @@ def real_paths(paths: Sequence[Path]) -> list[Path]:
         found[path] = Path(os.path.realpath(path))
 
     asked = list(dict.fromkeys(paths))
-    pool = IoPool(len(asked), "tierstore-paths")
-    pool.open()
-    for path in asked:
-        pool.submit_read(partial(follow, path))
-    pool.close(_SECONDS_MAX)
+    run_side_by_side([partial(follow, path) for path in asked], "tierstore-paths", _SECONDS_MAX)
     return [found.get(path) or Path(os.path.normpath(path)) for path in paths]

@@ -22,7 +22,7 @@ from tierstore.executor.job import Copy, Job, PartIndex, RecordSpan, split_spans
 from tierstore.executor.progress import SpanRead
 from tierstore.executor.syncing import PendingSync
 from tierstore.executor.tier_io import TierIo
-from tierstore.io_pool import IoPool
+from tierstore.io_pool import IoPool, run_side_by_side
 from tierstore.layout import PAGE_BYTES, CanonicalKVCaches
 from tierstore.manifest import Manifest
 from tierstore.memory import HostPool
@@ -279,13 +279,8 @@ class TransferExecutor:
 
     def _close_tiers(self, tiers: Sequence[TierIo], until: float) -> None:
         """Close backends side by side, in threads of their own: one may hang in that, too."""
-        if not tiers:
-            return
-        closers = IoPool(len(tiers), "tierstore-close")
-        closers.open()
-        for tier in tiers:
-            closers.submit_write(tier.close)
-        if not closers.close(self._seconds_to(until)):
+        closes = [tier.close for tier in tiers]
+        if not run_side_by_side(closes, "tierstore-close", self._seconds_to(until)):
             _logger.error("payload files hang at close: their threads go on closing them")
 
     def _start_load(self, job: Job, load: Load) -> None:

@@ -1,7 +1,8 @@
 """Opening the control half of all configured tiers, as far as their devices allow it."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from tierstore.clock import Clock, MonotonicClock
@@ -66,26 +67,27 @@ def open_stack(
         ]
     )
     clock = clock or MonotonicClock()
-    cascades = _cascades(
-        config,
-        groups,
-        primary,
-        secondaries,
-        counters=counters,
-        clock=clock,
-        residency=residency,
-    )
-    _connect(secondaries, cascades)
-    return TierStack(
-        groups,
-        primary,
-        secondaries,
-        cascades,
-        counters,
-        hung_bytes_max=_hung_bytes_max(config),
-        clock=clock,
-        residency=residency,
-    )
+    with _closed_on_error(secondaries):
+        cascades = _cascades(
+            config,
+            groups,
+            primary,
+            secondaries,
+            counters=counters,
+            clock=clock,
+            residency=residency,
+        )
+        _connect(secondaries, cascades)
+        return TierStack(
+            groups,
+            primary,
+            secondaries,
+            cascades,
+            counters,
+            hung_bytes_max=_hung_bytes_max(config),
+            clock=clock,
+            residency=residency,
+        )
 
 
 def _cascades(
@@ -145,16 +147,22 @@ def check_tiers(config: StoreConfig, manifest: Manifest, *, rank_count: int) -> 
 def _open_tiers(tiers: list[SecondaryTier]) -> list[SecondaryTier]:
     """Open tiers side by side, for one that hangs takes as long as all of them; or none."""
     until = time.monotonic() + OPEN_SECONDS_MAX
-    for tier in tiers:
-        tier.begin()
-    try:
+    with _closed_on_error(tiers):
+        for tier in tiers:
+            tier.begin()
         for tier in tiers:
             tier.wait_open(until - time.monotonic())
+    return tiers
+
+
+@contextmanager
+def _closed_on_error(tiers: Sequence[SecondaryTier]) -> Iterator[None]:
+    try:
+        yield
     except BaseException:
         for tier in tiers:
             tier.close(_CHECK_CLOSE_SECONDS)
         raise
-    return tiers
 
 
 def _connect(secondaries: Sequence[SecondaryTier], cascades: Sequence[Cascade]) -> None:

@@ -166,9 +166,13 @@ class SecondaryTier:
 
     def begin(self) -> None:
         """Start the threads, which open the catalog."""
-        self._mailbox.open()
-        self._reads.open()
-        self._keeper.open()
+        try:
+            self._mailbox.open()
+            self._reads.open()
+            self._keeper.open()
+        except BaseException:
+            self.close()
+            raise
 
     def wait_open(self, seconds: float) -> None:
         """Wait for the first try to open the catalog, for so long at most.
@@ -470,11 +474,10 @@ class SecondaryTier:
         until = time.monotonic() + seconds
         self._keeper.begin_close()
         self._put_touched()
-        if self._reads.close(seconds):
-            # Nobody reads the catalog any more, so it can be closed.
-            self._mailbox.put(CatalogEnd())
-        else:
-            self._mailbox.put(Leave())
+        # Once nobody reads the catalog any more, it can be closed.
+        end = CatalogEnd() if self._reads.close(seconds) else Leave()
+        with suppress(ClosedError):  # it was never opened
+            self._mailbox.put(end)
         is_ended = self._mailbox.close(max(0.0, until - time.monotonic()))
         is_ended = self._keeper.close(max(0.0, until - time.monotonic())) and is_ended
         if not is_ended or self.is_open:

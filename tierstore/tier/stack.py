@@ -15,7 +15,7 @@ import numpy as np
 
 from tierstore.bounded_log import bounded
 from tierstore.clock import Clock
-from tierstore.io_pool import IoPool
+from tierstore.io_pool import run_side_by_side
 from tierstore.key import OffloadKey
 from tierstore.layout import GroupSpec
 from tierstore.manifest import Manifest
@@ -107,13 +107,11 @@ class TierStack:
 
         Returns after `timeout_seconds` at the latest: catalogs that hang are left to their threads.
         """
-        if not self._secondaries:
-            return
-        closers = IoPool(len(self._secondaries), "tierstore-close")
-        closers.open()
-        for secondary in self._secondaries:
-            closers.submit_write(partial(secondary.close, timeout_seconds * _WAITING_SHARE))
-        if not closers.close(timeout_seconds):
+        closes = [
+            partial(secondary.close, timeout_seconds * _WAITING_SHARE)
+            for secondary in self._secondaries
+        ]
+        if not run_side_by_side(closes, "tierstore-close", timeout_seconds):
             _logger.error("catalogs hang at close: their threads go on closing them")
 
     @property
