@@ -38,6 +38,7 @@ DEVICE_FAILED = {"io_error", "deadline", "full", "closed", "stalled"}
 """Reasons for which a record that is there is not found now."""
 
 HEALED_SECONDS_MAX = 300
+BREAKER = {"retry_after": "200ms", "retry_after_max": "1s"}
 PATIENCE = Patience(put_seconds=0.5, flush_seconds=5, close_seconds=2)
 
 
@@ -71,7 +72,7 @@ class Lives:
             primary="2MiB",
             capacity=f"{self.capacity_bytes}B",
             cascade=cascade,
-            io={"threads": 1, "durable": True},
+            io={"threads": 1, "durable": True, "breaker": BREAKER},
         )
         (first,) = config["secondary"]
         config["secondary"] = [
@@ -135,16 +136,21 @@ class Lives:
         return store
 
     def _store(self, store, numbers, *, must_flush=False):
+        """Put and flush batch by batch; after a refused flush only the last one is flushed."""
+        is_refused = False
         for first in range(0, len(numbers), BATCH):
             batch = numbers[first : first + BATCH]
             started = time.monotonic()
             stored = CHUNKS.put(store, batch)
             self._note_stall(started)
             self._require(stored == len(batch), f"put took {stored} of {len(batch)}")
+            if is_refused and batch[-1] != numbers[-1]:
+                continue
             started = time.monotonic()
             try:
                 store.flush()
             except TierStoreError:
+                is_refused = True
                 self.outcome.counts["refused"] += 1
                 self._require(not must_flush, "a flush of a sound tier failed")
             else:
