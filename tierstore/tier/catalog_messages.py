@@ -1,10 +1,13 @@
 """What goes into a catalog's mailbox, and what comes out of it."""
 
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Self
 
 from tierstore.key import Namespace, OffloadKey
+from tierstore.tier.catalog_schema import PendingRow
 from tierstore.transfer import FailureReason, PageRun, Place
 
 __all__ = [
@@ -54,6 +57,15 @@ class Freed:
     empty_segments: tuple[int, ...]
     evicted: tuple[OffloadKey, ...]
     """Whose records were evicted for that; others were removed, or never published."""
+
+    @classmethod
+    def of(cls, release_id: int, row: PendingRow, evicted: Sequence[OffloadKey] = ()) -> Self:
+        """Return what a row of the catalog says."""
+        runs = tuple(
+            PageRun(segment=segment, first_page=first_page, page_count=page_count)
+            for segment, first_page, page_count in row.runs.tolist()
+        )
+        return cls(release_id, runs, tuple(row.empty_segments), tuple(evicted))
 
 
 @dataclass(frozen=True, slots=True)
