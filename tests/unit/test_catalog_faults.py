@@ -104,6 +104,30 @@ def test_what_a_dead_owner_was_writing_is_given_back_with_orphans(tmp_path, back
         closed.catalog.close()
 
 
+def test_an_orphan_that_a_reset_has_left_holds_no_records(tmp_path):
+    """Goal: a segment that was given back just after it was listed is not taken for a living one.
+
+    Method: its records are garbage, and are swept before the orphan is given back.
+    """
+    harness = Harness(tmp_path)
+    harness.store(*range(8))
+    listed = {segment: len(pages) for segment, pages in harness.disk.segments.items()}
+    harness.writer.handle([ForgetNamespace(harness.manifest.namespace)])
+    harness.take()
+    harness.release()
+    assert harness.row_count("segments") == 0
+    assert harness.row_count("extents") > 0
+    harness.writer.adopt_orphans(listed)
+    assert harness.row_count("segments") == len(listed) > 0
+    assert harness.catalog.check() == []
+    harness.sweep()
+    assert harness.row_count("extents") == 0
+    harness.take()
+    harness.release()
+    assert harness.catalog.check() == []
+    harness.catalog.close()
+
+
 def test_a_shrunk_capacity_evicts_until_it_fits(tmp_path):
     harness = Harness(tmp_path, capacity=32 * MIB)
     for first in range(0, 480, 16):
