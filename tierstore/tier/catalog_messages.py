@@ -1,7 +1,6 @@
 """What goes into a catalog's mailbox, and what comes out of it."""
 
 from collections import deque
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Self
@@ -15,6 +14,7 @@ __all__ = [
     "CommitTicket",
     "Committed",
     "Evict",
+    "Evicted",
     "ForgetNamespace",
     "Freed",
     "Leave",
@@ -55,17 +55,22 @@ class Freed:
     release_id: int
     runs: tuple[PageRun, ...]
     empty_segments: tuple[int, ...]
-    evicted: tuple[OffloadKey, ...]
-    """Whose records were evicted for that; others were removed, or never published."""
 
     @classmethod
-    def of(cls, release_id: int, row: PendingRow, evicted: Sequence[OffloadKey] = ()) -> Self:
+    def of(cls, release_id: int, row: PendingRow) -> Self:
         """Return what a row of the catalog says."""
         runs = tuple(
             PageRun(segment=segment, first_page=first_page, page_count=page_count)
             for segment, first_page, page_count in row.runs.tolist()
         )
-        return cls(release_id, runs, tuple(row.empty_segments), tuple(evicted))
+        return cls(release_id, runs, tuple(row.empty_segments))
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """Records that went to make room, whether or not bytes can be given back for them yet."""
+
+    keys: tuple[OffloadKey, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +82,7 @@ class Committed:
     """Not None: the catalog failed, and none of its records can be located."""
 
 
-SecondaryEvent = Placed | Refused | Freed | Committed
+SecondaryEvent = Placed | Refused | Evicted | Freed | Committed
 
 
 @dataclass(frozen=True, slots=True)

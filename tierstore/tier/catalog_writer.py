@@ -26,6 +26,7 @@ from tierstore.tier.catalog_messages import (
     Committed,
     CommitTicket,
     Evict,
+    Evicted,
     ForgetNamespace,
     Freed,
     Leave,
@@ -136,7 +137,7 @@ class CatalogWriter:
             self._log("recovery failed", error)
         else:
             self._sweep = Sweep(floors) if floors else None
-            self.events.extend(_freed_of(work, releases))
+            self.events.extend(_outcome(work, releases))
         self.handle([Evict()])
 
     def adopt_orphans(self, segments: Mapping[int, int]) -> None:
@@ -150,7 +151,7 @@ class CatalogWriter:
             self._log("orphans could not be released", error)
             return
         self._needs_sync = True
-        self.events.extend(_freed_of(work, releases))
+        self.events.extend(_outcome(work, releases))
 
     def abandon(self) -> tuple[list[SecondaryEvent], set[int], list[Operation]]:
         """Give everything up, for the catalog is lost.
@@ -258,7 +259,7 @@ class CatalogWriter:
             self._writing.update(ticket.keys)
         self.waiting = waiting
         self._sweep = None if sweep is None or sweep.is_over else sweep
-        events.extend(_freed_of(work))
+        events.extend(_outcome(work))
         for ticket_id, reason in closed.items():
             self._answer_commit(ticket_id, reason)
         self._answered.difference_update(closed)
@@ -424,7 +425,7 @@ class CatalogWriter:
         self.forgotten_count += 1
         self._sweep = Sweep(floors)
         self._needs_sync = True
-        self.events.extend(_freed_of(work))
+        self.events.extend(_outcome(work))
         return None
 
     def _sweep_step(self) -> None:
@@ -484,9 +485,13 @@ class CatalogWriter:
             _logger.warning("%s: cause=%s", event, error)
 
 
-def _freed_of(work: CatalogTxn, adopted: Iterable[tuple[int, PendingRow]] = ()) -> list[Freed]:
-    """Return what has to be given back once a transaction was committed."""
-    releases = [Freed.of(*release) for release in adopted]
+def _outcome(
+    work: CatalogTxn, adopted: Iterable[tuple[int, PendingRow]] = ()
+) -> list[SecondaryEvent]:
+    """Return what a transaction evicted, and what has to be given back, once it was committed."""
+    events: list[SecondaryEvent] = [Freed.of(*release) for release in adopted]
+    if work.evicted:
+        events.append(Evicted(tuple(work.evicted)))
     if work.freed:
-        releases.append(Freed.of(*work.freed, work.evicted))
-    return releases
+        events.append(Freed.of(*work.freed))
+    return events
