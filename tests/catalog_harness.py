@@ -122,6 +122,11 @@ class Harness:
         self.numbers.update(zip(keys, numbers, strict=True))
         return keys
 
+    def listed(self):
+        """Return the segments as a search for orphans lists them."""
+        is_file = self.config.backend == "file"
+        return {s: len(pages) * is_file for s, pages in self.disk.segments.items()}
+
     def take(self):
         events = list(self.writer.events)
         self.writer.events.clear()
