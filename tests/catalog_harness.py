@@ -16,6 +16,7 @@ from tierstore.tier.catalog import Catalog
 from tierstore.tier.catalog_messages import (
     Committed,
     CommitTicket,
+    Evicted,
     Freed,
     Placed,
     ReleaseDone,
@@ -100,6 +101,7 @@ class Harness:
         self.system = open_system and open_system(self.config)
         self.clock = FakeClock()
         self.unreleased = []
+        self.evicted = []
         self.open()
 
     def open(self):
@@ -120,11 +122,19 @@ class Harness:
         self.numbers.update(zip(keys, numbers, strict=True))
         return keys
 
+    def listed(self):
+        """Return the segments as a search for orphans lists them."""
+        is_file = self.config.backend == "file"
+        return {s: len(pages) * is_file for s, pages in self.disk.segments.items()}
+
     def take(self):
         events = list(self.writer.events)
         self.writer.events.clear()
         self.unreleased += [event for event in events if isinstance(event, Freed)]
-        return [event for event in events if not isinstance(event, Freed | Committed)]
+        self.evicted += [
+            key for event in events if isinstance(event, Evicted) for key in event.keys
+        ]
+        return [event for event in events if not isinstance(event, Evicted | Freed | Committed)]
 
     def release(self):
         while self.unreleased:

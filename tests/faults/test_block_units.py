@@ -160,6 +160,22 @@ class UnitDisk(CountedDisk):
         return sum(map(len, self.segments.values()))
 
 
+def test_what_is_evicted_is_told_where_it_gives_nothing_back_yet(tmp_path):
+    """Goal: records of a file go in many transactions, and the last of them frees it."""
+    harness = Harness(tmp_path, capacity=96 * MIB, chunk=4096, open_system=lambda _: NoHoles())
+    harness.disk = UnitDisk(harness.catalog.geometry)
+    kept = {}
+    for first in range(0, 40_000, 800):
+        assert isinstance(harness.store(*range(first, first + 800)), Placed)
+        kept.update(dict.fromkeys(harness.keys(*range(first, first + 800))))
+    for key in harness.evicted:
+        del kept[key]
+    assert len(harness.evicted) == harness.catalog.stats().evicted_count > 10_000
+    assert None not in harness.catalog.locate(list(kept))
+    assert harness.catalog.check() == []
+    harness.catalog.close()
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("kind", ["ext4-bigalloc", "tmpfs-huge"])
 def test_units_add_up_whatever_comes_and_goes(tmp_path, kind, ranks):

@@ -130,6 +130,26 @@ def test_removed_records_are_gone_and_their_pages_released(harness):
     assert harness.catalog.check() == []
 
 
+def die_while_writing(harness, numbers):
+    """Have another owner ask for places of keys of its own, if for any, and end."""
+    dead = Harness(harness.config.path, backend=harness.config.backend, capacity=4 * MIB)
+    if numbers:
+        keys = dead.keys(*(1000 + number for number in numbers))
+        dead.writer.handle([RequestPlaces(1, tuple(keys), dead.chunk)])
+    dead.catalog.close()  # without leaving, as if it was killed
+
+
+def upkeep(harness, name, numbers, listed):
+    """Do what changes no record but for evictions. `listed` segments may be gone by now."""
+    if name == "sweep":
+        harness.writer.handle([SweepGarbage()])
+    elif name == "orphans":
+        die_while_writing(harness, numbers)
+        harness.writer.adopt_orphans(listed)
+    else:
+        harness.reopen()
+
+
 def use(model, numbers):
     """Make recorded numbers the youngest."""
     for number in numbers:
@@ -143,6 +163,7 @@ STEPS = st.lists(
         st.tuples(st.just("touch"), st.lists(st.integers(0, 200), min_size=1, max_size=6)),
         st.tuples(st.just("remove"), st.lists(st.integers(0, 200), min_size=1, max_size=3)),
         st.tuples(st.just("fail"), st.lists(st.integers(0, 200), min_size=1, max_size=40)),
+        st.tuples(st.just("orphans"), st.lists(st.integers(0, 200), max_size=6)),
         st.tuples(st.just("reopen"), st.just([])),
         st.tuples(st.just("reset"), st.just([])),
         st.tuples(st.just("sweep"), st.just([])),
@@ -179,6 +200,15 @@ STEPS = st.lists(
         ("sweep", []),
     ]
 )
+@example(
+    steps=[
+        ("store", [*range(12)]),
+        ("reset", []),
+        ("orphans", [*range(20, 26)]),  # what the reset has left is garbage, and listed
+        ("sweep", []),
+        ("store", [*range(40, 52)]),
+    ]
+)
 def test_the_catalog_agrees_with_a_model(tmp_path_factory, backend, steps):
     """Goal: records and their order equal a dict's, whatever happens; capacity holds throughout.
 
@@ -186,7 +216,9 @@ def test_the_catalog_agrees_with_a_model(tmp_path_factory, backend, steps):
     """
     harness = Harness(tmp_path_factory.mktemp("model"), backend=backend, capacity=4 * MIB)
     model = {}
+    listed = {}
     for name, drawn in steps:
+        listed_before, listed = listed, harness.listed()
         numbers = list(dict.fromkeys(drawn))
         failed = range(0, len(numbers), 2) if name == "fail" else range(0)
         if name in ("store", "fail"):
@@ -212,10 +244,8 @@ def test_the_catalog_agrees_with_a_model(tmp_path_factory, backend, steps):
         elif name == "reset":
             harness.writer.handle([ForgetNamespace(harness.manifest.namespace)])
             model.clear()
-        elif name == "sweep":
-            harness.writer.handle([SweepGarbage()])
         else:
-            harness.reopen()
+            upkeep(harness, name, numbers, listed_before)
         harness.writer.handle([Evict()])
         harness.take()
         harness.release()

@@ -18,6 +18,11 @@ from tierstore.tier.catalog_messages import (
 )
 
 
+def share(first, **options):
+    """Open the path of a harness once more, on the same disk."""
+    return Harness(first.config.path, backend=first.config.backend, disk=first.disk, **options)
+
+
 def test_an_operation_that_meets_damage_is_lost_and_no_other(harness):
     harness.store(*range(8))
     databases = harness.catalog._databases
@@ -67,6 +72,59 @@ def test_writes_and_releases_of_a_dead_owner_are_adopted(tmp_path):
     with harness.catalog._env.read(harness.catalog._databases.pending) as txn:
         assert txn.stat(db=harness.catalog._databases.pending)["entries"] == 0
     assert harness.located(0, 1, 50) == [True, False, False]
+    harness.catalog.close()
+
+
+@pytest.mark.parametrize("backend", ["file", "lmdb"])
+def test_what_a_dead_owner_was_writing_is_given_back_with_orphans(tmp_path, backend):
+    """Goal: pages that come free beside an orphan are released as well, and not charged for ever.
+
+    Method: an owner dies while it writes to a segment with records, and one that was forgotten.
+    """
+    harness = Harness(tmp_path, backend=backend, chunk=4096)
+    dead = share(harness, chunk=4096)
+    dead.store(*range(4))
+    dead.writer.handle([RequestPlaces(90, tuple(dead.keys(50, 51)), dead.chunk)])
+    doomed = share(harness, chunk=4096, model="doomed")
+    doomed.writer.handle([RequestPlaces(91, tuple(doomed.keys(60)), doomed.chunk)])
+    doomed.writer.handle([ForgetNamespace(doomed.manifest.namespace)])
+    for gone in (dead, doomed):
+        gone.catalog._owner_lock.close()  # as the kernel does it for a killed process
+    orphan = 1 << 30
+    harness.writer.adopt_orphans({orphan: 0 if backend == "lmdb" else 16})
+    assert harness.catalog.check() == []
+    harness.take()
+    assert (orphan,) in [freed.empty_segments for freed in harness.unreleased]
+    harness.release()
+    assert harness.catalog.check() == []
+    assert harness.row_count("pending") == 0
+    assert harness.row_count("segments") == 1
+    assert harness.located(0, 1, 2, 3, 50) == [True, True, True, True, False]
+    for closed in (harness, dead, doomed):
+        closed.catalog.close()
+
+
+def test_an_orphan_that_a_reset_has_left_holds_no_records(tmp_path):
+    """Goal: a segment that was given back just after it was listed is not taken for a living one.
+
+    Method: its records are garbage, and are swept before the orphan is given back.
+    """
+    harness = Harness(tmp_path)
+    harness.store(*range(8))
+    listed = {segment: len(pages) for segment, pages in harness.disk.segments.items()}
+    harness.writer.handle([ForgetNamespace(harness.manifest.namespace)])
+    harness.take()
+    harness.release()
+    assert harness.row_count("segments") == 0
+    assert harness.row_count("extents") > 0
+    harness.writer.adopt_orphans(listed)
+    assert harness.row_count("segments") == len(listed) > 0
+    assert harness.catalog.check() == []
+    harness.sweep()
+    assert harness.row_count("extents") == 0
+    harness.take()
+    harness.release()
+    assert harness.catalog.check() == []
     harness.catalog.close()
 
 

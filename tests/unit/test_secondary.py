@@ -18,7 +18,7 @@ from tierstore.key import make_offload_keys
 from tierstore.lmdb_env import LmdbEnv
 from tierstore.manifest import Manifest
 from tierstore.testing.spread import spread_hashes
-from tierstore.tier.catalog_messages import Committed, Freed, Placed
+from tierstore.tier.catalog_messages import Committed, Evicted, Freed, Placed
 from tierstore.tier.reservation import ChunkState
 from tierstore.tier.secondary import SecondaryTier
 
@@ -63,7 +63,7 @@ def store(tier, *numbers, ticket=1, manifest=MANIFEST):
         for event in tier.poll():
             if isinstance(event, Freed):
                 tier.released(event.release_id)
-            elif not isinstance(event, Committed):
+            elif not isinstance(event, Committed | Evicted):
                 answer = event
     assert isinstance(answer, Placed)
     tier.commit(ticket)

@@ -19,7 +19,7 @@ from tierstore.config import SecondaryConfig
 from tierstore.key import OffloadKey, get_offload_group_idx
 from tierstore.layout import GroupSpec
 from tierstore.metrics import Counters, Metric
-from tierstore.tier.catalog_messages import Committed, Placed, Refused
+from tierstore.tier.catalog_messages import Committed, Evicted, Placed, Refused
 from tierstore.tier.crowding import Crowding
 from tierstore.tier.demotes import Demotes, WaitingDemote, WritingDemote
 from tierstore.tier.failed_demotes import FailedDemotes
@@ -245,11 +245,10 @@ class Cascade:
                 self._refuse(event)
             elif isinstance(event, Committed):
                 self._finish_commit(event)
+            elif isinstance(event, Evicted):
+                self._counters.add(Metric.EVICTED_CHUNKS, len(event.keys), label=self._config.name)
+                self.on_erased(event.keys)
             else:
-                self._counters.add(
-                    Metric.EVICTED_CHUNKS, len(event.evicted), label=self._config.name
-                )
-                self.on_erased(event.evicted)
                 self._releases.add(event)
         # Before what waits for their bytes is asked for again.
         commands += self._releases.commands(new_job_id)

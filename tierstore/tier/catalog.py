@@ -274,7 +274,8 @@ class Catalog:
     def transaction(self, pins: Mapping[OffloadKey, int] = _NO_PINS) -> Iterator[CatalogTxn]:
         """Run one write transaction, committed when the block ends without an exception.
 
-        Records in `pins` are not evicted.
+        Records in `pins` are not evicted. What the block freed is stored with it, whoever asked for
+        it (`CatalogTxn.freed`): pages that no row gives back would be charged for ever.
 
         Raises:
             BackendFullError: the device is full; nothing was changed.
@@ -290,7 +291,9 @@ class Catalog:
                 owner=self.owner,
                 active=self._active,
             )
-            yield CatalogTxn(txn, self._databases, self.geometry, space, pins)
+            work = CatalogTxn(txn, self._databases, self.geometry, space, pins)
+            yield work
+            work.freed = space.emit()
             space.flush()
         self._active = space.active
         self._needed_pages = space.budget.needed_pages

@@ -3,8 +3,10 @@
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Self
 
 from tierstore.key import Namespace, OffloadKey
+from tierstore.tier.catalog_schema import PendingRow
 from tierstore.transfer import FailureReason, PageRun, Place
 
 __all__ = [
@@ -12,6 +14,7 @@ __all__ = [
     "CommitTicket",
     "Committed",
     "Evict",
+    "Evicted",
     "ForgetNamespace",
     "Freed",
     "Leave",
@@ -52,8 +55,22 @@ class Freed:
     release_id: int
     runs: tuple[PageRun, ...]
     empty_segments: tuple[int, ...]
-    evicted: tuple[OffloadKey, ...]
-    """Whose records were evicted for that; others were removed, or never published."""
+
+    @classmethod
+    def of(cls, release_id: int, row: PendingRow) -> Self:
+        """Return what a row of the catalog says."""
+        runs = tuple(
+            PageRun(segment=segment, first_page=first_page, page_count=page_count)
+            for segment, first_page, page_count in row.runs.tolist()
+        )
+        return cls(release_id, runs, tuple(row.empty_segments))
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """Records that went to make room, whether or not bytes can be given back for them yet."""
+
+    keys: tuple[OffloadKey, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +82,7 @@ class Committed:
     """Not None: the catalog failed, and none of its records can be located."""
 
 
-SecondaryEvent = Placed | Refused | Freed | Committed
+SecondaryEvent = Placed | Refused | Evicted | Freed | Committed
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,8 @@ class CatalogTxn:
         self.floors = Floors(txn, databases)
         self.namespaces = Namespaces(txn, databases, space, self.floors)
         self.evicted: list[OffloadKey] = []
+        self.freed: tuple[int, PendingRow] | None = None
+        """The release, by id, of what this transaction freed; None: nothing, or it goes on."""
         self._dropped_count = 0
 
     def may_evict(self) -> bool:

@@ -26,6 +26,7 @@ from tierstore.tier.catalog_messages import (
     Committed,
     CommitTicket,
     Evict,
+    Evicted,
     ForgetNamespace,
     Freed,
     Leave,
@@ -42,7 +43,7 @@ from tierstore.tier.catalog_messages import (
 from tierstore.tier.catalog_schema import PendingRow
 from tierstore.tier.catalog_txn import CatalogTxn, Ticket
 from tierstore.tier.sweep import Sweep
-from tierstore.transfer import FailureReason, PageRun, Place
+from tierstore.transfer import FailureReason, Place
 
 __all__ = ["CatalogWriter"]
 
@@ -131,13 +132,12 @@ class CatalogWriter:
                 work.namespaces.forget_dead_epochs(self._catalog.is_owner_dead)
                 releases = work.adopt_dead(self._catalog.is_owner_dead)
                 work.namespaces.forget_unused()
-                freed = work.space.emit()
                 floors = work.floors.all()
         except (BackendError, CatalogError) as error:
             self._log("recovery failed", error)
         else:
             self._sweep = Sweep(floors) if floors else None
-            self.events.extend(_freed(release) for release in [*releases, freed] if release)
+            self.events.extend(_outcome(work, releases))
         self.handle([Evict()])
 
     def adopt_orphans(self, segments: Mapping[int, int]) -> None:
@@ -151,7 +151,7 @@ class CatalogWriter:
             self._log("orphans could not be released", error)
             return
         self._needs_sync = True
-        self.events.extend(map(_freed, releases))
+        self.events.extend(_outcome(work, releases))
 
     def abandon(self) -> tuple[list[SecondaryEvent], set[int], list[Operation]]:
         """Give everything up, for the catalog is lost.
@@ -251,7 +251,6 @@ class CatalogWriter:
                 sweep = self._make_catalog_room(work, opened)
                 self._make_room(work, work.space.ahead_pages())
             has_more = not (is_held_back or work.may_evict())
-            freed = work.space.emit()
         self.failure = ""
         for ticket_id in closed:
             self._writing.difference_update(self._tickets.pop(ticket_id).keys)
@@ -260,8 +259,7 @@ class CatalogWriter:
             self._writing.update(ticket.keys)
         self.waiting = waiting
         self._sweep = None if sweep is None or sweep.is_over else sweep
-        if freed:
-            events.append(_freed(freed, work.evicted))
+        events.extend(_outcome(work))
         for ticket_id, reason in closed.items():
             self._answer_commit(ticket_id, reason)
         self._answered.difference_update(closed)
@@ -336,7 +334,7 @@ class CatalogWriter:
                     releases = work.adopt_dead(
                         self._catalog.is_owner_dead, with_idle_releases=starves
                     )
-                    events.extend(map(_freed, releases))
+                    events.extend(Freed.of(*release) for release in releases)
                     continue
                 if self._can_wait(work, writing_count) and len(waiting) <= _WAITING_MAX:
                     return
@@ -403,7 +401,8 @@ class CatalogWriter:
         if is_alone or now - self._adopted_at < _ADOPT_SECONDS:
             return []
         self._adopted_at = now
-        return list(map(_freed, work.adopt_dead(self._catalog.is_owner_dead)))
+        releases = work.adopt_dead(self._catalog.is_owner_dead)
+        return [Freed.of(*release) for release in releases]
 
     def _forget(self, operation: ForgetNamespace) -> Exception | None:
         """Forget a namespace in one transaction, however many records it has.
@@ -418,7 +417,6 @@ class CatalogWriter:
         try:
             with self._catalog.transaction(self._pins) as work:
                 work.namespaces.forget(namespace)
-                freed = work.space.emit()
                 floors = work.floors.all()
         except (BackendError, CatalogError) as error:
             self._log("catalog write failed", error)
@@ -427,8 +425,7 @@ class CatalogWriter:
         self.forgotten_count += 1
         self._sweep = Sweep(floors)
         self._needs_sync = True
-        if freed:
-            self.events.append(_freed(freed))
+        self.events.extend(_outcome(work))
         return None
 
     def _sweep_step(self) -> None:
@@ -488,10 +485,13 @@ class CatalogWriter:
             _logger.warning("%s: cause=%s", event, error)
 
 
-def _freed(release: tuple[int, PendingRow], evicted: Sequence[OffloadKey] = ()) -> Freed:
-    release_id, row = release
-    runs = tuple(
-        PageRun(segment=segment, first_page=first_page, page_count=page_count)
-        for segment, first_page, page_count in row.runs.tolist()
-    )
-    return Freed(release_id, runs, tuple(row.empty_segments), tuple(evicted))
+def _outcome(
+    work: CatalogTxn, adopted: Iterable[tuple[int, PendingRow]] = ()
+) -> list[SecondaryEvent]:
+    """Return what a transaction evicted, and what has to be given back, once it was committed."""
+    events: list[SecondaryEvent] = [Freed.of(*release) for release in adopted]
+    if work.evicted:
+        events.append(Evicted(tuple(work.evicted)))
+    if work.freed:
+        events.append(Freed.of(*work.freed))
+    return events

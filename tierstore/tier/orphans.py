@@ -42,7 +42,7 @@ def release_orphans(
             state.rank_count,
             page_count=pages,
             namespace=_NO_NAMESPACE,
-            state=SegmentState.CLOSED,
+            state=SegmentState.DEAD,  # rows may still name it, which a reset has forgotten
             next_page=pages,
             charged_pages=pages,
             pending_pages=pages,

@@ -25,8 +25,8 @@ from tierstore.tier.catalog_messages import (
     BeginEpoch,
     CommitTicket,
     Evict,
+    Evicted,
     ForgetNamespace,
-    Freed,
     Leave,
     Operation,
     ReleaseDone,
@@ -381,8 +381,8 @@ class SecondaryTier:
         if served is not None:
             polled += take_all(served.writer.events)
         for event in polled:
-            if isinstance(event, Freed):
-                self._lookups.forget(event.evicted)
+            if isinstance(event, Evicted):
+                self._lookups.forget(event.keys)
         if not polled and served is not None and self._mailbox.wait_idle(0):
             if served.writer.waiting or served.writer.is_due:
                 # Another process may have given the bytes back that a request waits for, and a
