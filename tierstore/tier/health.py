@@ -178,6 +178,13 @@ class TierHealth:
         """Whether the tier is out of use because nothing came back."""
         return not self.is_writable and self.write_cause in _HANGING
 
+    @property
+    def trouble(self) -> str:
+        """What is wrong with a tier that is not writable, in words."""
+        if not self.is_open:
+            return "is not open"
+        return "has not moved" if self.is_standing_still else "refuses writes"
+
     # What was done
 
     def begin_read(self) -> None:

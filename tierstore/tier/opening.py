@@ -159,7 +159,7 @@ def _open_tiers(tiers: list[SecondaryTier]) -> list[SecondaryTier]:
 
 def _connect(secondaries: Sequence[SecondaryTier], cascades: Sequence[Cascade]) -> None:
     for secondary, cascade in zip(secondaries, cascades, strict=True):
-        secondary.on_anew = cascade.on_catalog_anew
+        secondary.on_lost = cascade.on_catalog_lost
 
 
 def _count_opening(counters: Counters, name: str, catalog: Catalog) -> None:
