@@ -81,6 +81,7 @@ class _TierFlush:
         """The last one that is waited for, once all is asked for."""
         self._was_out_of_use = False
         """When writing ended: what failed is asked for again if the tier is back before the end."""
+        self._change_count = self._secondary.change_count
         self._step = _Step.WRITING
         self._sync: PendingSync | None = None
         self._unsynced_count = 0
@@ -94,21 +95,38 @@ class _TierFlush:
 
     def advance(self, now: float) -> bool:
         """Do what can be done now; return whether the tier has come to its end."""
-        if self._was_out_of_use and self._cascade.retried_ticket > (self._ticket or 0):
-            self._step, self._sync = _Step.WRITING, None
+        self._begin_anew()
         if self._step is _Step.WRITING and self._is_written():
             self._step = _Step.RECORDING
             self._was_out_of_use = not self._cascade.is_awaited
-        if self._step is _Step.RECORDING and self._secondary.wait(0):
+        if self._is_recorded():
             # After its end the payload is on the device as well as the catalog that names it.
             self._unsynced_count = self._wait.pace.unsynced_count
             self._sync = self._begin_sync(self._tier_idx, self._secondary.sync)
             self._step = _Step.SYNCING
-        if self._sync is not None and self._sync.is_done:
+        if self._step is _Step.SYNCING and self._sync is not None and self._sync.is_done:
             self._end_sync(self._sync)
         if self._step is not _Step.OVER and self._wait.is_vain(now):
             self._give_up(now)
         return self._step is _Step.OVER
+
+    def _begin_anew(self) -> bool:
+        """Write again if the tier is back, or its catalog was lost; return whether that is so.
+
+        What a lost catalog has recorded is in memory only, if it is there still.
+        """
+        is_changed = self._secondary.change_count != self._change_count
+        self._change_count = self._secondary.change_count
+        is_back = self._was_out_of_use and self._cascade.retried_ticket > (self._ticket or 0)
+        if self._given_up_at is not None or not (is_changed or is_back):
+            return False
+        self._step, self._sync = _Step.WRITING, None
+        return True
+
+    def _is_recorded(self) -> bool:
+        """Return whether the catalog has done what it was asked for, and is still the same."""
+        is_idle = self._step is _Step.RECORDING and self._secondary.wait(0)
+        return not self._begin_anew() and is_idle
 
     def complaints(self) -> list[str]:
         """Say which chunks the tier has not, or may lose, and why."""
@@ -118,6 +136,9 @@ class _TierFlush:
             catalog_cause = self._secondary.complaint or self._secondary.failure
             causes = [cause for cause in (pace.cause, catalog_cause) if cause]
             complaints += [f"last cause: {cause}" for cause in causes]
+        if self._secondary.is_lost:
+            count = len(self._stack.primary)
+            complaints.append(f"its path is lost, with the records of {count} chunks in memory")
         if self._given_up_at is _Step.WRITING:
             complaints.append(
                 f"it refuses, or has not moved for {self._wait.stall_seconds:g} s, and "
@@ -157,9 +178,13 @@ class _TierFlush:
         return self._stack.demote_resident(self._tier_idx, self._victims) if self._victims else 0
 
     def _end_sync(self, sync: PendingSync) -> None:
+        self._step = _Step.OVER
         if not sync.why:
             self._wait.pace.unsynced_count -= self._unsynced_count
-        self._step = _Step.OVER
+        elif not self._secondary.wait(0) and self._secondary.is_lost:
+            self._step = _Step.RECORDING  # soon it is given up, and opened anew
+        else:
+            self._begin_anew()
 
     def _give_up(self, now: float) -> None:
         if self._step is _Step.WRITING:

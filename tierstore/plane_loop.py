@@ -6,7 +6,7 @@ What a call leaves on its way is carried on by `idle_carrier`.
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -18,6 +18,7 @@ from tierstore.flush import Flush
 from tierstore.key import OffloadKey
 from tierstore.metrics import Counters, Metric
 from tierstore.pace import TierPace, TierWait
+from tierstore.tier.locator import NONE_TRIED
 from tierstore.tier.reservation import LoadReservation
 from tierstore.tier.stack import TierStack
 from tierstore.transfer import Command, Demote, JobId, Load, Release, TransferDone
@@ -156,12 +157,15 @@ class PlaneLoop:
         """Wait until a condition holds, or no load is under way: their deadlines bound it."""
         self._wait_until(lambda: not self._loads or condition())
 
-    def look_ahead(self, keys: Sequence[OffloadKey]) -> None:
+    def look_ahead(
+        self, keys: Sequence[OffloadKey], tried: Mapping[OffloadKey, int] = NONE_TRIED
+    ) -> None:
         """Wait until the tiers have said which chunks they have, or do not answer in time.
 
-        Whoever asks the stack for these chunks next waits for no tier.
+        Whoever asks the stack for these chunks next waits for no tier. `tried`: as
+        `Locator.look_ahead`.
         """
-        for wait in self._stack.look_ahead(keys):
+        for wait in self._stack.look_ahead(keys, tried):
             if self._step_out is None:
                 wait()
             else:

@@ -167,8 +167,9 @@ class Retrieval:
     def _retry(self, batch: _Batch) -> list[_Batch]:
         """Load what a batch did not bring from another tier that has it, if any does."""
         assert batch.load.done is not None, "the load is not answered yet"
-        if batch.load.done.failed:
-            self._loop.look_ahead(batch.load.reservation.keys[0])
+        tried = batch.load.reservation.failed_tiers(batch.load.done.failed)
+        if tried:
+            self._loop.look_ahead(list(tried), tried)
         again = self._stack.retry_load(batch.load.reservation, batch.load.done)
         if again is None:
             return []

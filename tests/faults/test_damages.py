@@ -33,7 +33,6 @@ def test_random_damage_brings_no_wrong_byte_and_ends_no_process(tmp_path, backen
     assert found.counts["recomputed"] > len(OLD), "hardly anything was lost: nothing was damaged"
 
 
-@pytest.mark.xfail(reason="a database of another format is not mended yet", strict=True)
 def test_a_tier_with_random_damage_is_in_use_again_without_a_hand(tmp_path, backend):
     found = run_campaign(f"damage-{backend}", range(1, 61), folder=tmp_path)
     assert found.failures == []

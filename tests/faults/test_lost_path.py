@@ -26,8 +26,10 @@ PATIENCE = Patience(put_seconds=0.2, flush_seconds=5, close_seconds=20)
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("backend", ["file", "lmdb"])]
 
 
-def opened(path, backend):
-    config = config_of(path, backend=backend, primary="4MiB", capacity=f"{CAPACITY}B")
+def opened(path, backend, cascade="write_through"):
+    config = config_of(
+        path, backend=backend, primary="4MiB", capacity=f"{CAPACITY}B", cascade=cascade
+    )
     return TierStore.open(config, CHUNKS.manifest, patience=PATIENCE)
 
 
@@ -260,3 +262,43 @@ def test_a_path_without_its_parent_is_waited_for(tmp_path, backend):
         assert store.check() == []
     with opened(path, backend) as store:
         assert CHUNKS.found(store, range(32)) == list(range(32))
+
+
+CASCADES = pytest.mark.parametrize("cascade", ["write_through", "on_evict", "second_touch"])
+
+
+def put_twice(store, numbers):
+    """Store chunks; `second_touch` wants to see them used."""
+    for _ in range(2):
+        CHUNKS.put(store, numbers)
+
+
+@CASCADES
+def test_a_flush_is_the_first_to_see_that_the_path_is_gone(tmp_path, backend, cascade):
+    path = tmp_path / "mount" / "tier"
+    with opened(path, backend, cascade) as store:
+        put_twice(store, range(16))
+        store.flush()
+        (tmp_path / "mount").rename(tmp_path / "unmounted")
+        for _ in range(2):
+            with pytest.raises(BackendError, match="tier disk: 16 chunks could not be written"):
+                store.flush()
+        (tmp_path / "unmounted").rename(tmp_path / "mount")
+        assert within_seconds(lambda: is_flushed(store))
+        assert store.stats().secondary["disk"].record_count == 16
+        assert store.check() == []
+
+
+@CASCADES
+def test_a_flush_that_ends_well_has_recorded_all_in_the_path_that_is_there(
+    tmp_path, backend, cascade
+):
+    path = tmp_path / "tier"
+    with opened(path, backend, cascade) as store:
+        put_twice(store, range(16))
+        store.flush()
+        for _ in range(3):
+            remove(path)
+            assert within_seconds(lambda: is_flushed(store))
+            assert store.stats().secondary["disk"].record_count == 16
+        assert store.check() == []

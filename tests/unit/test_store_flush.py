@@ -3,12 +3,15 @@
 import errno
 import math
 import time
+from functools import partial
 
 import pytest
+from failing_device import FailingDevice
 from store_kit import Chunks, config_of
 from waiting import within_seconds
 
 from tierstore import TierStore
+from tierstore.backend.opening import open_backend
 from tierstore.errors import BackendError
 from tierstore.planes import Patience
 from tierstore.testing.faults import (
@@ -225,3 +228,29 @@ def test_a_device_that_hangs_in_its_flush_is_named_in_time(tmp_path):
         store.close()
     finally:
         plan.heal()
+
+
+def test_a_flush_beside_a_tier_that_hangs_hides_no_later_failure_of_a_device(tmp_path):
+    plan = FaultPlan(FaultRule(kind="hang", calls=("backend.sync",)), tiers="second")
+    device = FailingDevice()
+    opener = faulty_backend_opener(plan, partial(open_backend, system=device))
+    patience = Patience(flush_seconds=SOUND_SECONDS, close_seconds=1)
+    store = TierStore.open(
+        two_tiers(tmp_path, "write_through"),
+        CHUNKS.manifest,
+        open_backend=opener,
+        patience=patience,
+    )
+    try:
+        CHUNKS.put(store, range(8))
+        with pytest.raises(BackendError, match=r"^flush: tier second: no flush within"):
+            store.flush()
+        plan.heal()
+        device.refuse("flush")
+        CHUNKS.put(store, range(8, 12))
+        with pytest.raises(BackendError, match="tier disk: 4 chunks may not be on its device"):
+            store.flush()
+    finally:
+        plan.heal()
+        device.heal()
+        store.close()

@@ -207,11 +207,11 @@ def test_a_chunk_that_no_tier_can_read_is_retried_once_in_each(two_disks):
     tiers.assert_all_slots_can_be_had()
 
 
-def test_a_retry_ends_even_if_a_tier_is_offered_again_at_once(two_disks):
+def test_a_retry_asks_the_next_tier_even_if_the_first_is_offered_again_at_once(two_disks):
     tiers = two_disks
     load = begin(tiers, 1)
     again = tiers.stack.retry_load(load, answer(tiers, load, {0: FailureReason.CLOSED}))
-    assert tiers_of(again) == [(0, keys(1))]
+    assert tiers_of(again) == [(1, keys(1))]
     assert tiers.stack.retry_load(again, answer(tiers, again, {0: FailureReason.CLOSED})) is None
 
 

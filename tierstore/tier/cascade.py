@@ -205,8 +205,7 @@ class Cascade:
         self._failures.drop([k for k, slot in zip(failed, slots, strict=True) if slot is None])
         counts = self._failures.count_by_reason()
         if not self.health.is_writable:
-            held = {key for demote in self._demotes.held() for key in demote.keys}
-            held.difference_update(failed)
+            held = self._demotes.held_keys().difference(failed)
             counts[self.health.write_cause.value] += len(held)
         complaints = [
             f"{count} chunks could not be written ({reason})"
@@ -214,8 +213,7 @@ class Cascade:
             if count
         ]
         if complaints and not self.health.is_writable:
-            why = "has not moved" if self.health.is_standing_still else "refuses writes"
-            complaints.append(f"it {why}, and is out of use")
+            complaints.append(f"it {self.health.trouble}, and is out of use")
         return complaints
 
     def held_count(self) -> int:
@@ -311,12 +309,14 @@ class Cascade:
         self._once_seen.clear()
         self._failures.clear()
 
-    def on_catalog_anew(self) -> None:
-        """Take note that the tier has another catalog: what is in memory is recorded again."""
-        self._settled &= self._in_flight
+    def on_catalog_lost(self) -> None:
+        """Take note that the tier's records are gone: what is in memory is to be recorded again."""
+        lost = self._settled  # an `on_evict` tier is asked for all of them by the next flush
         if self._config.cascade == "write_through":
-            resident = self._primary.coldest(len(self._primary))
-            self._failures.note_unasked(resident, "catalog_lost")
+            lost = set(self._primary.coldest(len(self._primary)))
+        if not self.records_victims:  # what is on its way is answered as refused
+            self._failures.note_unasked(lost - self._demotes.held_keys(), "catalog_lost")
+        self._settled &= self._in_flight
 
     def forget_resident(self) -> None:
         """Forget what was known of chunks in memory; demotes on their way go on (reset)."""

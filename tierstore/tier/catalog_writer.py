@@ -169,6 +169,8 @@ class CatalogWriter:
             if isinstance(event, Placed):
                 self._tickets.pop(event.ticket, None)
                 events.append(Refused(event.ticket, FailureReason.IO_ERROR))
+            elif isinstance(event, Committed):
+                events.append(Committed(event.ticket, FailureReason.IO_ERROR))
             elif not isinstance(event, Freed):
                 events.append(event)
         events += [Refused(request.ticket, FailureReason.IO_ERROR) for request in self.waiting]

@@ -74,6 +74,10 @@ class Demotes:
         """Return those that pin their chunks."""
         return chain(self.waiting.values(), self.writing.values(), self.committing.values())
 
+    def held_keys(self) -> set[OffloadKey]:
+        """Return the chunks that are pinned."""
+        return {key for demote in self.held() for key in demote.keys}
+
     def cancel(self) -> list[WaitingDemote | WritingDemote]:
         """Give all of them up; return those that have pinned their chunks until now."""
         held = list(self.held())

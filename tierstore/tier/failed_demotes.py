@@ -55,8 +55,9 @@ class FailedDemotes:
         return len(keys) - (known_count - len(self._asked))
 
     def note_unasked(self, keys: Collection[OffloadKey], reason: str) -> None:
-        """Remember resident chunks that found no room in the write queue."""
-        self._unasked.update(dict.fromkeys(keys, reason))
+        """Remember resident chunks that found no room in the write queue, or lost their record."""
+        known = self._refused.keys() | self._retrying.keys()
+        self._unasked.update((key, reason) for key in keys if key not in known)
 
     def drop(self, keys: Iterable[OffloadKey]) -> None:
         """Take note of chunks that left memory, or are asked for anyway."""

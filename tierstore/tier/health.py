@@ -11,6 +11,9 @@ or read-only are as good as ever. A device on which writes stand still stops bot
     records were published                    recover, if none   succeed
                                               hangs
     a write failed, the catalog failed                           fail
+    bytes were given back                     recover, if a      succeed, if a hang stopped them,
+                                              hang stopped them  or if such a call failed last
+    bytes could not be given back                                fail
     writes stand still, and reads too         trip               trip
 """
 
@@ -86,6 +89,8 @@ class TierHealth:
         self._hung_count = 0
         self._is_coupled = False
         """Writes were stopped because reads were."""
+        self._is_release_failing = False
+        """What failed last could not give bytes back."""
         self._stood_seconds = 0.0
         self._looked_at = clock.seconds()
         self._shown_state = BreakerState.CLOSED
@@ -178,6 +183,13 @@ class TierHealth:
         """Whether the tier is out of use because nothing came back."""
         return not self.is_writable and self.write_cause in _HANGING
 
+    @property
+    def trouble(self) -> str:
+        """What is wrong with a tier that is not writable, in words."""
+        if not self.is_open:
+            return "is not open"
+        return "has not moved" if self.is_standing_still else "refuses writes"
+
     # What was done
 
     def begin_read(self) -> None:
@@ -240,21 +252,32 @@ class TierHealth:
     def note_written(self) -> None:
         """Take note of chunks that were written and published."""
         self._stood_seconds = 0.0
+        self._is_release_failing = False
         self._writes.succeed()
         if not self._reads.is_closed and not self._hung_count:
             self._reads.recover()
         self._show()
 
     def note_released(self) -> None:
-        """Take note of bytes that were given back, which a full device does as well."""
+        """Take note of bytes that were given back, which a full or failing device does as well.
+
+        It shows that the device does not hang, and that it gives bytes back again.
+        """
         self._stood_seconds = 0.0
-        if self._writes.is_closed or self._writes.cause is not FailureReason.FULL:
-            self.note_written()
+        was_hanging = not self._writes.is_closed and self.write_cause in _HANGING
+        if was_hanging or self._is_release_failing:
+            self._is_release_failing = False
+            self._writes.succeed()
+        is_hanging = not self._reads.is_closed and self._reads.cause in _HANGING
+        if is_hanging and not self._hung_count:
+            self._reads.recover()
+        self._show()
 
     def note_unreleased(self) -> None:
         """Take note of bytes that could not be given back: as a trial only if there is no other."""
         self._stood_seconds = 0.0
         if not self._writes.is_trial_under_way:
+            self._is_release_failing = True
             self._writes.fail(FailureReason.IO_ERROR)
             self._show()
 
@@ -269,7 +292,7 @@ class TierHealth:
         if not is_trial and not self._writes.is_closed:
             return  # it began before
         if reason in _FAILING:
-            self._is_coupled = False
+            self._is_coupled = self._is_release_failing = False
             self._writes.fail(reason)
         else:
             self._writes.postpone()

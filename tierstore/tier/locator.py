@@ -1,7 +1,8 @@
 """Where chunks are: the primary tier's index and the catalogs as one place to ask."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from types import MappingProxyType
 
 from tierstore.key import OffloadKey
 from tierstore.tier.lookup import ASKED_AT_ONCE_MAX
@@ -9,7 +10,10 @@ from tierstore.tier.primary import PrimaryTier
 from tierstore.tier.readable import ReadableRecords
 from tierstore.tier.reservation import ChunkState
 
-__all__ = ["Locator"]
+__all__ = ["NONE_TRIED", "Locator", "untried"]
+
+NONE_TRIED: Mapping[OffloadKey, int] = MappingProxyType({})
+"""No tier has failed to bring any chunk."""
 
 
 class Locator:
@@ -76,14 +80,22 @@ class Locator:
                     states[i] = ChunkState.RECORDED
         return states
 
-    def look_ahead(self, keys: Sequence[OffloadKey]) -> list[Callable[[], None]]:
+    def look_ahead(
+        self, keys: Sequence[OffloadKey], tried: Mapping[OffloadKey, int] = NONE_TRIED
+    ) -> list[Callable[[], None]]:
         """Begin to look up what tiers will be asked for next; return what waits for that.
 
-        All tiers are asked, also those below the first that has a chunk: the first may hang.
+        All tiers are asked, also those below the first that has a chunk: the first may hang. Of a
+        chunk in `tried` only those below the tier that was tried last.
         """
         missing = list(self.indices_of_new(keys))
-        asked = [records.look_ahead(missing) for records in self._records] if missing else []
-        return [wait for wait in asked if wait is not None]
+        waits: list[Callable[[], None]] = []
+        for tier_idx, records in enumerate(self._records):
+            asked = untried(missing, tried, tier_idx)
+            wait = records.look_ahead(asked) if asked else None
+            if wait is not None:
+                waits.append(wait)
+        return waits
 
     def locate_in_step(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
         """Say where each chunk is, as far as that can be found out at once.
@@ -157,6 +169,13 @@ class Locator:
             else (ChunkState.ARRIVING if self.is_busy(key) else ChunkState.ABSENT)
             for key, slot in zip(keys, slots, strict=True)
         ]
+
+
+def untried(
+    keys: Sequence[OffloadKey], tried: Mapping[OffloadKey, int], tier_idx: int
+) -> Sequence[OffloadKey]:
+    """Return the chunks that a tier may be asked for: no later one was asked, nor itself."""
+    return [key for key in keys if tried.get(key, -1) < tier_idx] if tried else keys
 
 
 def _absent(states: Sequence[ChunkState]) -> list[int]:

@@ -167,7 +167,7 @@ def _closed_on_error(tiers: Sequence[SecondaryTier]) -> Iterator[None]:
 
 def _connect(secondaries: Sequence[SecondaryTier], cascades: Sequence[Cascade]) -> None:
     for secondary, cascade in zip(secondaries, cascades, strict=True):
-        secondary.on_anew = cascade.on_catalog_anew
+        secondary.on_lost = cascade.on_catalog_lost
 
 
 def _count_opening(counters: Counters, name: str, catalog: Catalog) -> None:

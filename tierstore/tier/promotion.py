@@ -11,6 +11,7 @@ from tierstore.key import OffloadKey
 from tierstore.layout import GroupSpec
 from tierstore.metrics import Counters, Metric
 from tierstore.tier.cascade import Cascade
+from tierstore.tier.locator import NONE_TRIED, untried
 from tierstore.tier.primary import PrimaryTier
 from tierstore.tier.readable import ReadableRecords
 from tierstore.tier.reservation import LoadReservation
@@ -69,25 +70,31 @@ class Promotions:
         self._late: dict[JobId, list[_LatePart]] = {}
 
     def find(
-        self, group_idx: int, missing: Sequence[OffloadKey]
+        self,
+        group_idx: int,
+        missing: Sequence[OffloadKey],
+        tried: Mapping[OffloadKey, int] = NONE_TRIED,
     ) -> tuple[list[Promote], Sequence[OffloadKey]]:
         """Find keys in the tiers, with slots yet to be given; also return those that are nowhere.
 
-        One read transaction per tier that has to be asked.
+        One read transaction per tier that has to be asked. `tried` names the tier that failed to
+        bring a chunk: it and those above are not asked again, even if they are in use again.
         """
         promotes: list[Promote] = []
         for tier_idx, records in enumerate(self._records):
-            if not missing:
-                break
-            places = records.locate(missing)
+            asked = untried(missing, tried, tier_idx)
+            if not asked:
+                continue
+            places = records.locate(asked)
             keys: list[OffloadKey] = []
             found: list[Place] = []
-            for key, place in zip(missing, places, strict=True):
+            for key, place in zip(asked, places, strict=True):
                 if place is not None:
                     keys.append(key)
                     found.append(place)
-            missing = [key for key, place in zip(missing, places, strict=True) if place is None]
             if keys:
+                here = set(keys)
+                missing = [key for key in missing if key not in here]
                 promotes.append(
                     Promote(
                         tier_idx=tier_idx,

@@ -1,6 +1,6 @@
 """What the tier stack answers: where chunks are, and what was set aside for a transfer."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import IntEnum
 from typing import NamedTuple, Self
 
@@ -48,8 +48,6 @@ class LoadReservation(NamedTuple):
     promotes: tuple[Promote, ...]
     pinned: tuple[OffloadKey, ...]
     """The chunks that were resident already, head first."""
-    retry_count: int = 0
-    """How many loads before this one did not bring these chunks."""
 
     @classmethod
     def of(
@@ -72,3 +70,8 @@ class LoadReservation(NamedTuple):
             all_keys.append(tuple(keys))
             all_slots.append(np.array(slots, np.int64))
         return cls(job_id, tuple(all_keys), tuple(all_slots), tuple(promotes), pinned)
+
+    def failed_tiers(self, failed: Collection[int]) -> dict[OffloadKey, int]:
+        """Return the chunks that did not come (`TransferDone.failed`), each with its tier."""
+        promoted = [(key, promote.tier_idx) for promote in self.promotes for key in promote.keys]
+        return dict(promoted[i] for i in failed)

@@ -41,6 +41,7 @@ from tierstore.tier.catalog_reads import CatalogReads
 from tierstore.tier.catalog_writer import CatalogWriter
 from tierstore.tier.lookup import Hidden, Lookups
 from tierstore.tier.reservation import ChunkState
+from tierstore.tier.touches import Touches
 from tierstore.transfer import Place
 
 __all__ = ["OPEN_SECONDS_MAX", "SecondaryTier"]
@@ -52,8 +53,6 @@ OPEN_SECONDS_MAX = 10.0
 _CLOSE_SECONDS = 30.0
 _ADVICE_WAITING_MAX = 1024
 """A catalog that is slower than its callers hears no more of uses and of worthless records."""
-_TOUCH_SECONDS = 0.1
-_TOUCH_KEYS_MAX = 512
 
 
 class _NotOpenError(BackendError):
@@ -119,18 +118,19 @@ class SecondaryTier:
         self._desk = CatalogDesk(config.name, self._reads, self._keeper.look)
         self._mailbox: Mailbox[DeskItem] = Mailbox(f"catalog-{name}", self._desk.handle)
         self._on_opened = on_opened
-        self.on_anew: Callable[[], None] = _nothing
-        """Called by `poll` and `wait` when the catalog was lost, and another one is in use."""
+        self.on_lost: Callable[[], None] = _nothing
+        """Called by `poll` and `wait` when the catalog in use was lost, with its records."""
+        self.change_count = 0
+        """How often the catalog in use was lost or opened, as `poll` and `wait` have found."""
+        self._doubted: Catalog | None = None
+        """`sync` has found that it is lost; the keeper has not, perhaps."""
         self._served: OpenCatalog | None = None
         """Whose answers `poll` returns: what it is asked for comes from this one."""
         self._owner = 0
-        self._touched: list[OffloadKey] = []
-        self._touched_at = 0.0
+        self._touches = Touches(self._clock, self._offer)
         self._hidden_until = 0
         """Nothing is located before so many namespaces are forgotten."""
         self._is_closed = False
-        self._users: set[int] = set()
-        """Threads of others that are in the catalog now, so that it must not be closed."""
         self._is_failing = False
 
     @classmethod
@@ -156,8 +156,8 @@ class SecondaryTier:
         tier = cls(
             config, manifest, tier_idx=tier_idx, rank_count=rank_count, system=system, pace=pace
         )
-        tier.begin()
         try:
+            tier.begin()
             tier.wait_open(OPEN_SECONDS_MAX)
         except BaseException:
             tier.close()
@@ -165,14 +165,10 @@ class SecondaryTier:
         return tier
 
     def begin(self) -> None:
-        """Start the threads, which open the catalog."""
-        try:
-            self._mailbox.open()
-            self._reads.open()
-            self._keeper.open()
-        except BaseException:
-            self.close()
-            raise
+        """Start the threads, which open the catalog; whoever called it closes what was started."""
+        self._mailbox.open()
+        self._reads.open()
+        self._keeper.open()
 
     def wait_open(self, seconds: float) -> None:
         """Wait for the first try to open the catalog, for so long at most.
@@ -233,18 +229,18 @@ class SecondaryTier:
 
     def _serve(self) -> None:
         """Turn to the catalog that is open now, between two calls of `poll`."""
-        opened = self._desk.opened
-        if opened is self._served:
+        opened, before = self._desk.opened, self._served
+        if opened is before:
             return
         self._served = opened
+        self.change_count += 1
         self._lookups.reset()
-        if opened is None:
-            return
-        is_anew, self._owner = self._owner != 0, opened.catalog.owner
-        if self._on_opened is not None:
-            self._on_opened(opened.catalog)
-        if is_anew:
-            self.on_anew()
+        if before is not None:
+            self.on_lost()
+        if opened is not None:
+            self._owner = opened.catalog.owner
+            if self._on_opened is not None:
+                self._on_opened(opened.catalog)
 
     def locate(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
         """Return the place of each recorded key; about 1.5 us per key, and 50 us for the thread.
@@ -315,9 +311,7 @@ class SecondaryTier:
         the transactions that record it; whatever could see the order comes after them. Dropped
         while too much waits for the catalog.
         """
-        if not self._touched:
-            self._touched_at = self._clock.seconds()
-        self._touched.extend(keys)
+        self._touches.add(keys)
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
         """Forget records (corrupt, or absent in the file) and free their places.
@@ -325,8 +319,8 @@ class SecondaryTier:
         Dropped while too much waits for the catalog, or it fails: the next read finds them again.
         """
         self._lookups.forget(keys)
-        self._put_touched()
-        self._mailbox.offer(RemoveKeys(tuple(keys)), _ADVICE_WAITING_MAX)
+        self._touches.put()
+        self._offer(RemoveKeys(tuple(keys)))
 
     def reset(self, manifest: Manifest) -> None:
         """Make every record of this tier's manifest unreachable at once, and free their bytes.
@@ -373,8 +367,7 @@ class SecondaryTier:
     def poll(self) -> list[SecondaryEvent]:
         """Return the events since the last call; never blocks."""
         self._lookups.end_step()
-        if self._touched and self._clock.seconds() - self._touched_at > _TOUCH_SECONDS:
-            self._put_touched()
+        self._touches.put_if_due()
         self._serve()
         polled = take_all(self._desk.answers)
         served = self._served
@@ -402,18 +395,23 @@ class SecondaryTier:
 
     def has_messages(self) -> bool:
         """Return whether `poll` has something to return, or will have without being asked."""
-        # In this order: what the writer does leaves events behind before it is idle.
-        return not self._mailbox.wait_idle(0) or bool(self._touched) or self._has_answers()
+        return bool(self._touches) or not self.is_settled()
 
     def wait(self, timeout_seconds: float) -> bool:
         """Wait until the writer has done all that is queued and doable.
 
-        False: time is up, or there is no catalog.
+        False: time is up, or there is no catalog, or one that is lost.
         """
-        self._put_touched()
+        self._touches.put()
         is_idle = self._mailbox.wait_idle(timeout_seconds)
         self._serve()
-        return is_idle and self.is_open
+        return is_idle and self.is_open and not self.is_lost
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether `sync` has found the catalog lost, and it is not given up yet."""
+        opened = self._desk.opened
+        return opened is not None and opened.catalog is self._doubted
 
     def stats(self) -> SecondaryStats:
         """Count records and bytes; of a tier without its catalog nothing is known.
@@ -440,13 +438,19 @@ class SecondaryTier:
         """Flush the catalog to the device; for a thread that may wait.
 
         Raises:
-            BackendError: the device refused, there is no catalog, or it has not done a reset yet.
+            BackendError: the device refused, there is no catalog, or it has not done a reset yet,
+                or its path was lost, with what was recorded there.
         """
         self._require_reset()
+        catalog = self._catalog
         try:
-            self._catalog.sync()
+            catalog.sync()
         except ClosedError as error:
             raise BackendError(f"secondary {self._config.name!r}: is closed") from error
+        if catalog.is_lost():
+            self._doubted = catalog
+            self._keeper.look()
+            raise BackendError(f"secondary {self._config.name!r}: its path is lost")
 
     def _require_reset(self) -> None:
         """Try a reset once more that a failing catalog has not done."""
@@ -473,7 +477,7 @@ class SecondaryTier:
         seconds = _CLOSE_SECONDS if timeout_seconds is None else timeout_seconds
         until = time.monotonic() + seconds
         self._keeper.begin_close()
-        self._put_touched()
+        self._touches.put()
         # Once nobody reads the catalog any more, it can be closed.
         end = CatalogEnd() if self._reads.close(seconds) else Leave()
         with suppress(ClosedError):  # it was never opened
@@ -484,14 +488,11 @@ class SecondaryTier:
             _logger.error("catalog thread hangs: tier=%s; its device does not answer", self._name)
 
     def _put(self, operation: Operation) -> None:
-        self._put_touched()
+        self._touches.put()
         self._mailbox.put(operation)
 
-    def _put_touched(self) -> None:
-        touched, self._touched = self._touched, []
-        for start in range(0, len(touched), _TOUCH_KEYS_MAX):
-            advice = TouchKeys(tuple(touched[start : start + _TOUCH_KEYS_MAX]))
-            self._mailbox.offer(advice, _ADVICE_WAITING_MAX)
+    def _offer(self, advice: TouchKeys | RemoveKeys) -> None:
+        self._mailbox.offer(advice, _ADVICE_WAITING_MAX)
 
 
 def _nothing(*_: object) -> None:

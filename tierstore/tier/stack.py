@@ -16,12 +16,12 @@ import numpy as np
 from tierstore.bounded_log import bounded
 from tierstore.clock import Clock
 from tierstore.io_pool import run_side_by_side
-from tierstore.key import OffloadKey
+from tierstore.key import OffloadKey, get_offload_group_idx
 from tierstore.layout import GroupSpec
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters, Metric
 from tierstore.tier.cascade import Cascade
-from tierstore.tier.locator import Locator
+from tierstore.tier.locator import NONE_TRIED, Locator
 from tierstore.tier.primary import PrimaryTier
 from tierstore.tier.promotion import Promotions
 from tierstore.tier.readable import ReadableRecords
@@ -145,9 +145,11 @@ class TierStack:
         """Say where the chunks of a prefix are up to its first gap (`Locator.locate_run`)."""
         return self._locator.locate_run(keys)
 
-    def look_ahead(self, keys: Sequence[OffloadKey]) -> list[Callable[[], None]]:
+    def look_ahead(
+        self, keys: Sequence[OffloadKey], tried: Mapping[OffloadKey, int] = NONE_TRIED
+    ) -> list[Callable[[], None]]:
         """Begin to look up what is asked for next (`Locator.look_ahead`)."""
-        return self._locator.look_ahead(keys)
+        return self._locator.look_ahead(keys, tried)
 
     def match_prefix(self, keys: Sequence[OffloadKey]) -> int:
         """Return how many leading chunks can be loaded now (resident or recorded)."""
@@ -211,13 +213,17 @@ class TierStack:
         self._promotions.commit(reservation.group_idx, keys)
 
     def reserve_load(
-        self, groups: Sequence[tuple[int, Sequence[OffloadKey]]], *, partial: bool = False
+        self,
+        groups: Sequence[tuple[int, Sequence[OffloadKey]]],
+        *,
+        partial: bool = False,
+        tried: Mapping[OffloadKey, int] = NONE_TRIED,
     ) -> LoadReservation | None:
         """Pin resident chunks and reserve slots for recorded ones.
 
         `groups` are (group index, keys head first, each once). None: a chunk is absent or arriving
         (`partial`: it is left out instead), or pins leave no room for all of them; nothing was
-        changed then, but for evictions.
+        changed then, but for evictions. `tried`: as `Promotions.find`.
         """
         wanted: list[tuple[Sequence[OffloadKey], list[int | None]]] = []
         found: list[Promote] = []
@@ -231,7 +237,7 @@ class TierStack:
             pinned.extend(key for key, slot in zip(keys, slots, strict=True) if slot is not None)
             missing = [key for key, slot in zip(keys, slots, strict=True) if slot is None]
             known = [key for key in missing if not self._locator.is_busy(key)]
-            promotes, nowhere = self._promotions.find(group_idx, known)
+            promotes, nowhere = self._promotions.find(group_idx, known, tried)
             found.extend(promotes)
             if nowhere or len(known) < len(missing):
                 if not partial:
@@ -323,28 +329,20 @@ class TierStack:
     def retry_load(
         self, reservation: LoadReservation, done: TransferDone
     ) -> LoadReservation | None:
-        """Reserve again what a finished load did not bring, from other tiers that have it.
+        """Reserve again what a finished load did not bring, from later tiers that have it.
 
-        As `reserve_load` with `partial`. None: no other tier has any of it, all were tried, or
-        there is no room.
+        As `reserve_load` with `partial`. None: no later tier has any of it, or there is no room.
         """
-        if not done.failed or reservation.retry_count + 1 >= len(self._secondaries):
+        tried = reservation.failed_tiers(done.failed)
+        if all(tier_idx + 1 == len(self._secondaries) for tier_idx in tried.values()):
             return None
-        promoted = [
-            (key, promote.group_idx) for promote in reservation.promotes for key in promote.keys
+        groups = [
+            (get_offload_group_idx(chosen[0]), chosen)
+            for keys in reservation.keys
+            if (chosen := [key for key in keys if key in tried])
         ]
-        failed = dict(promoted[i] for i in done.failed)
-        again = self.reserve_load(
-            [
-                (failed[chosen[0]], chosen)
-                for keys in reservation.keys
-                if (chosen := [key for key in keys if key in failed])
-            ],
-            partial=True,
-        )
-        if again is None or not any(again.keys):
-            return None
-        return again._replace(retry_count=reservation.retry_count + 1)
+        again = self.reserve_load(groups, partial=True, tried=tried)
+        return again if again is not None and any(again.keys) else None
 
     def commands(self) -> list[Command]:
         """Return the demotes and releases that became possible since the last call."""
