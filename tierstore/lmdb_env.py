@@ -8,7 +8,7 @@ import errno
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import ClassVar, Self, TypeAlias
@@ -32,6 +32,7 @@ from tierstore.lmdb_library import (
     open_library,
 )
 from tierstore.lmdb_lock import opening_lock
+from tierstore.lmdb_reach import ReachedPages
 from tierstore.lmdb_writer import WriterLock
 from tierstore.marker import open_below
 from tierstore.remedies import explain
@@ -77,10 +78,12 @@ class LmdbEnv:
         *,
         system: SystemCalls,
         writer: WriterLock,
+        pages: ReachedPages,
     ) -> None:
         self.directory = files.path
         self._files = files
         self._writer = writer
+        self._pages = pages
         self._system = system
         self.admission = admission
         """What was found in its file when it was opened."""
@@ -155,8 +158,9 @@ class LmdbEnv:
                         wait_seconds_max=wait_seconds_max,
                         system=system,
                     )
-                    writer = _writer_lock(files, env, writer_seconds_max)
-                    shared = cls(files, env, admission, key, lock, system=system, writer=writer)
+                    writer, pages = _companions(files, env, writer_seconds_max)
+                    parts = (files, env, admission, key, lock)
+                    shared = cls(*parts, system=system, writer=writer, pages=pages)
                     cls._shared[key] = shared
                 shared._is_sealed |= sealed
                 shared._reference_count += 1
@@ -220,6 +224,7 @@ class LmdbEnv:
         if self._shared.get(self._key) is self:
             del self._shared[self._key]
         self._env.close()
+        self._pages.close()
         self._writer.close()
         if self._is_sealed and self.is_of(self.directory):
             lmdb_file.seal(self._files)
@@ -269,8 +274,10 @@ class LmdbEnv:
         """
         with self._translated():
             self._system.reach(DatabasePoint.READ)
+            self._pages.reach()
             with self._env.begin(db=database) as txn:
                 yield txn
+                self._pages.reach_readers()
 
     @contextmanager
     def read_views(self, database: Database | None = None) -> Iterator[ViewTransaction]:
@@ -281,8 +288,10 @@ class LmdbEnv:
         """
         with self._translated():
             self._system.reach(DatabasePoint.READ)
+            self._pages.reach()
             with self._env.begin(db=database, buffers=True) as txn:
                 yield txn
+                self._pages.reach_readers()
 
     @contextmanager
     def write(self, database: Database | None = None) -> Iterator[Transaction]:
@@ -384,14 +393,22 @@ def _held(lock: threading.Lock, directory: Path, seconds_max: float) -> Iterator
         lock.release()
 
 
-def _writer_lock(files: Directory, env: Environment, seconds_max: float) -> WriterLock:
+def _companions(
+    files: Directory, env: Environment, writer_seconds_max: float
+) -> tuple[WriterLock, ReachedPages]:
+    """Open what goes with an environment; it is closed where that fails."""
     try:
-        return WriterLock(files, wait_seconds_max=seconds_max)
+        with ExitStack() as undo:
+            writer = WriterLock(files, wait_seconds_max=writer_seconds_max)
+            undo.callback(writer.close)
+            pages = ReachedPages(files)
+            undo.pop_all()
     except BaseException as error:
         env.close()
         if isinstance(error, OSError):
             raise translate_os(error, files.path) from error
         raise
+    return writer, pages
 
 
 @cache

@@ -1,0 +1,80 @@
+"""The pages that the library touches while it keeps the interpreter: asked for before, without it.
+
+Who begins or ends a reading writes to the table of readers, in the mapped lock file, and reads the
+first pages of the data file; the library holds the interpreter meanwhile. On a device that hangs
+such a page can be waited for without end: the kernel may just write it back, or have dropped it.
+So whoever reads touches these pages first through a mapping of his own, by calls that give the
+interpreter away: he alone waits then. What is left is the moment between the two.
+"""
+
+import ctypes
+import mmap
+import os
+
+from tierstore.directory import Directory
+from tierstore.lmdb_lock import LIBRARY_LOCK_NAME
+
+__all__ = ["ReachedPages"]
+
+_DATA_NAME = "data.mdb"
+_DATA_BYTES = 2 * mmap.PAGESIZE
+"""The two meta pages."""
+_LOCK_BYTES_MAX = 2 * mmap.PAGESIZE
+"""Slots for as many readers as we open an environment for."""
+
+
+class ReachedPages:
+    """Mappings of one environment's files; to be closed after the environment, not before.
+
+    With its descriptor of the lock file, the locks go that this process has in it.
+    """
+
+    def __init__(self, files: Directory) -> None:
+        """Map the files of an environment that is open.
+
+        Raises:
+            OSError: they cannot be opened or mapped.
+        """
+        self._lock_file = files.open_file(LIBRARY_LOCK_NAME, os.O_RDWR)
+        try:
+            self._lock_map = mmap.mmap(self._lock_file, 0)
+            self._data_map = _map_private(files, _DATA_BYTES)
+        except BaseException:
+            os.close(self._lock_file)
+            raise
+        # The last byte of a page is padding: slots of readers are 64 bytes, and the last 40 unused.
+        last = mmap.PAGESIZE - 1
+        offsets = range(last, min(len(self._lock_map), _LOCK_BYTES_MAX), mmap.PAGESIZE)
+        self._written = [_address(self._lock_map) + offset for offset in offsets]
+        self._read = _address(self._data_map)
+        self._copy = ctypes.create_string_buffer(_DATA_BYTES)
+
+    def reach(self) -> None:
+        """Wait until all can be touched that a reading begins with."""
+        ctypes.memmove(self._copy, self._read, _DATA_BYTES)
+        self.reach_readers()
+
+    def reach_readers(self) -> None:
+        """Wait until all can be touched that a reading ends with."""
+        for address in self._written:
+            ctypes.memset(address, 0, 1)
+
+    def close(self) -> None:
+        """Give the mappings and the descriptor back; nobody may touch a page after that."""
+        self._lock_map.close()
+        self._data_map.close()
+        os.close(self._lock_file)
+
+
+def _map_private(files: Directory, size_bytes: int) -> mmap.mmap:
+    """Map the beginning of the data file; writable pages have an address for `ctypes`."""
+    descriptor = files.open_file(_DATA_NAME, os.O_RDONLY)
+    try:
+        return mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_PRIVATE)
+    finally:
+        os.close(descriptor)
+
+
+def _address(mapped: mmap.mmap) -> int:
+    # The reference ends at once, or the mapping could not be closed.
+    return ctypes.addressof(ctypes.c_char.from_buffer(mapped))
