@@ -113,10 +113,11 @@ def document_of(kept: Sequence[Kept]) -> str:
         INTRODUCTION,
         _table(COLUMNS, [_row(fault, some) for fault, some in by_fault.items()]),
     ]
-    long_rows = [_long_row(one) for one in found if one.fault.startswith("long run")]
+    # One that did not end has no facts.
+    long_rows = [_long_row(one) for one in found if "memory_bytes" in one.facts]
     if long_rows:
         parts += [LONG_RUNS, _table(LONG_COLUMNS, long_rows)]
-    step_rows = [_step_row(one) for one in found if one.fault.startswith("vLLM")]
+    step_rows = [_step_row(one) for one in found if "steps" in one.facts]
     if step_rows:
         parts += [STEPS, _table(STEP_COLUMNS, step_rows)]
     parts += [
