@@ -1,5 +1,7 @@
 """A reset costs segments, not records; what it leaves behind goes later."""
 
+import struct
+
 import numpy as np
 import pytest
 from catalog_harness import MIB, Harness
@@ -15,6 +17,9 @@ from tierstore.tier.catalog_messages import (
     SweepGarbage,
 )
 from tierstore.tier.sweep import SWEEP_ROWS_MAX
+
+PAGE, BRANCH, LEAF = 4096, 1, 2
+KEY_BYTES = {"extents": 8, "records": 44}
 
 
 def reset(harness):
@@ -152,3 +157,67 @@ def test_segments_are_of_one_namespace(tmp_path):
     segments = {int(np.frombuffer(answer.places[0][:4], "<u4")[0]) for answer in (first, second)}
     assert len(segments) == 2
     harness.catalog.close()
+
+
+def damage_a_key(path, kind, length, start):
+    """Begin the middle one of the keys of a length on all pages of a kind with other bytes."""
+    content = bytearray(path.read_bytes())
+    places = []
+    for page in range(2 * PAGE, len(content), PAGE):
+        flags, lower = struct.unpack_from("<HH", content, page + 10)
+        if flags != kind:
+            continue
+        for at in struct.unpack_from(f"<{(lower - 16) // 2}H", content, page + 16):
+            (size,) = struct.unpack_from("<H", content, page + at + 6)
+            # Not those of the order, which has keys of this length, too, and counts from one.
+            if size == length and content[page + at + 8 : page + at + 11] != bytes(3):
+                places.append(page + at + 8)
+    keys = sorted(bytes(content[at : at + length]) for at in places)
+    key = keys[len(keys) // 2]
+    for at in places:
+        if content[at : at + length] == key:
+            content[at : at + len(start)] = start
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("start", [bytes(4), b"\xff" * 4])
+@pytest.mark.parametrize("kind", [LEAF, BRANCH])
+@pytest.mark.parametrize("database", KEY_BYTES)
+def test_garbage_whose_keys_are_damaged_does_not_stay(tmp_path, database, kind, start):
+    """Goal: a search that a key leads astray finds no garbage, and nobody would remove it."""
+    harness = Harness(tmp_path, capacity=32 * MIB, chunk=4096)
+    for number in range(400):  # an extent for each
+        harness.store(number)
+    reset(harness)
+    harness.take()
+    harness.release()
+    harness.catalog.close()
+    damage_a_key(tmp_path / "catalog" / "data.mdb", kind, KEY_BYTES[database], start)
+    harness.open()
+    harness.sweep()
+    assert harness.catalog.check() == []
+    assert isinstance(harness.store(500), Placed)
+    counts = [harness.row_count(name) for name in ("records", "order", "extents")]
+    assert counts == [1, 1, 1]
+    harness.catalog.close()
+
+
+def test_a_floor_whose_number_is_damaged_hides_nothing_that_comes(harness):
+    harness.store(*range(8))
+    reset(harness)
+    harness.take()
+    harness.release()
+    with harness.catalog._env.read(harness.catalog._databases.floors) as txn:
+        namespace = harness.manifest.namespace
+        row = namespace + txn.get(namespace)
+    harness.catalog.close()
+    path = harness.config.path / "catalog" / "data.mdb"
+    content = path.read_bytes()
+    assert row in content
+    path.write_bytes(content.replace(row, row[:-1] + b"\xff"))
+    harness.open()
+    harness.store(500)
+    assert harness.located(500) == [True]
+    harness.sweep()
+    assert harness.located(500) == [True]
+    assert harness.catalog.check() == []
