@@ -156,18 +156,21 @@ def test_a_load_that_takes_many_deadlines_arrives_if_each_read_keeps_its_own(tie
 
 
 def test_a_load_waits_behind_others_for_as_long_as_the_tier_moves(tiers):
-    may_go_on = threading.Semaphore(0)
-    tiers.backends[0].before_read = lambda number: may_go_on.acquire()
+    begun, may_go_on = threading.Semaphore(0), threading.Semaphore(0)
+
+    def before_read(number):
+        begun.release()
+        assert may_go_on.acquire(timeout=60)
+
+    tiers.backends[0].before_read = before_read
     tiers.load((0, range(10)))
     tiers.load((0, [20]), job_id=JobId(2))
     answered = []
     for _ in range(11):
+        assert begun.acquire(timeout=60)  # what was read before has been taken note of
         tiers.clock.now += 0.9 * DEADLINE_SECONDS[0]
-        before = tiers.filled(range(21))
         answered += tiers.executor.poll()
         may_go_on.release()
-        while tiers.filled(range(21)) == before:
-            tiers.executor.wait(0.01)
     answered += tiers.executor.drain(60)
     assert answered == [TransferDone(job_id=JOB), TransferDone(job_id=JobId(2))]
 
