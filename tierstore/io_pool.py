@@ -97,6 +97,11 @@ class _Thread(threading.Thread):
         super().__init__(target=run, name=name, daemon=True)
         self._started = _Beginning()
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether it can be waited for: a thread without memory may have a number, and no more."""
+        return self._started.is_set()
+
     def begin(self) -> None:
         """Start it.
 
@@ -283,7 +288,7 @@ class Mailbox(Generic[Item]):
         with self._lock:
             self._closed = True
             self._condition.notify_all()
-        if self._thread.ident not in (None, threading.get_ident()):
+        if self._thread.has_begun and self._thread.ident != threading.get_ident():
             self._thread.join(timeout_seconds)
         return not self._thread.is_alive()
 

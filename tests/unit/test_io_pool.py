@@ -4,7 +4,9 @@ from collections import deque
 
 import pytest
 
-from tierstore.io_pool import READS_IN_A_ROW_MAX, IoPool, TaskOrder
+from tierstore import io_pool
+from tierstore.errors import ConfigError
+from tierstore.io_pool import READS_IN_A_ROW_MAX, IoPool, Mailbox, TaskOrder
 
 
 def test_reads_go_before_writes_that_were_queued_earlier() -> None:
@@ -78,3 +80,28 @@ def test_a_pool_that_is_closed_twice_or_was_never_opened_ends_at_once() -> None:
     pool.open()
     assert pool.close(60)
     assert pool.close(60)
+
+
+@pytest.mark.parametrize("make", [lambda: IoPool(1, "late"), lambda: Mailbox("late", print)])
+def test_a_thread_that_begins_too_late_is_an_error_of_ours(make, monkeypatch) -> None:
+    may_begin = threading.Event()
+    begun = []
+    step = threading.Thread._set_native_id
+
+    def begin_late(thread: threading.Thread) -> None:
+        if thread.name.startswith("late"):  # it has its number by now
+            begun.append(thread)
+            may_begin.wait()
+        step(thread)
+
+    monkeypatch.setattr(threading.Thread, "_set_native_id", begin_late)
+    monkeypatch.setattr(io_pool, "_BEGIN_SECONDS_MAX", 1.0)
+    try:
+        with pytest.raises(ConfigError, match="starts no thread"):
+            make().open()
+    finally:
+        may_begin.set()
+    for thread in begun:
+        assert thread._started.wait(60)
+        thread.join(60)
+        assert not thread.is_alive()
