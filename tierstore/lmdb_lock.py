@@ -92,23 +92,29 @@ def opening_lock(directory: Directory, *, wait_seconds_max: float) -> Iterator[N
                 with suppress(OSError):
                     os.ftruncate(descriptor, 0)
                 # Closing would not do it, if a process was forked meanwhile and has a copy.
-                _try_set(descriptor, fcntl.F_UNLCK)
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
+                _try_set(descriptor, fcntl.F_UNLCK)
 
 
 def _take_turn(
     directory: Directory, descriptor: int, deadline: float, wait_seconds_max: float
 ) -> bool:
-    """Lock the file, and its first byte for writing; return whether it is still the one to lock."""
+    """Lock its first byte for writing, and the file; return whether it is still the one to lock.
+
+    In this order, and given back in the other one: who has the lock of the file is a writer at any
+    time, however long he stands still between the two, or he is none of us.
+    """
     blocked_until = time.monotonic() + _BLOCKED_SECONDS
-    while not (_try_flock(descriptor) and _try_set(descriptor, fcntl.F_WRLCK)):
+    while not (_try_set(descriptor, fcntl.F_WRLCK) and _try_flock(descriptor)):
         now = time.monotonic()
         if not _lies_there(directory, descriptor):
             return False
         if _is_writers(descriptor):
             blocked_until = now + _BLOCKED_SECONDS
         elif now >= blocked_until:
-            _replace(directory, _OPENING_LOCK_NAME)
+            # Nor what another one, who was blocked as well, has put in its place by now.
+            if _lies_there(directory, descriptor):
+                _replace(directory, _OPENING_LOCK_NAME)
             return False
         else:
             deadline = max(deadline, blocked_until)
@@ -140,11 +146,11 @@ def _lies_there(directory: Directory, descriptor: int) -> bool:
 
 
 def _replace(directory: Directory, name: str) -> None:
+    with suppress(FileNotFoundError):
+        directory.unlink(name)
     _logger.warning(
         "locked by somebody who cannot write to it, and replaced: path=%s", directory.path / name
     )
-    with suppress(FileNotFoundError):
-        directory.unlink(name)
 
 
 class LibraryLock:

@@ -4,11 +4,14 @@ import fcntl
 import os
 import stat
 import struct
+import threading
+import time
 from pathlib import Path
 
 import pytest
 from planted import plant
 
+from tierstore import lmdb_lock
 from tierstore.directory import Directory
 from tierstore.errors import BackendError
 from tierstore.lmdb_env import LmdbEnv
@@ -145,6 +148,41 @@ def test_an_opening_lock_of_an_earlier_release_is_waited_for(tmp_path):
         ):
             pass
     use(tmp_path)
+
+
+def test_who_stands_still_while_it_takes_its_turn_loses_it_to_nobody(tmp_path, monkeypatch):
+    """One opener stands still before it locks the byte; the other would replace the file for it."""
+    set_byte, replace = fcntl.fcntl, lmdb_lock._replace
+    slow_is_inside, inside, inside_max = threading.Event(), set(), []
+
+    def set_late(descriptor, command, *rest):
+        if threading.current_thread().name == "slow" and command == fcntl.F_OFD_SETLK:
+            time.sleep(3 * lmdb_lock._BLOCKED_SECONDS)
+        return set_byte(descriptor, command, *rest)
+
+    def replace_late(*where):
+        slow_is_inside.wait(10)
+        replace(*where)
+
+    def take_turn():
+        name = threading.current_thread().name
+        with opening_lock(Directory.open(tmp_path), wait_seconds_max=60):
+            inside.add(name)
+            inside_max.append(len(inside))
+            if name == "slow":
+                slow_is_inside.set()
+                time.sleep(1)
+            inside.discard(name)
+
+    monkeypatch.setattr(fcntl, "fcntl", set_late)
+    monkeypatch.setattr(lmdb_lock, "_replace", replace_late)
+    threads = [threading.Thread(target=take_turn, name=name) for name in ("slow", "quick")]
+    threads[0].start()
+    time.sleep(lmdb_lock._BLOCKED_SECONDS / 2)
+    threads[1].start()
+    for thread in threads:
+        thread.join()
+    assert inside_max == [1, 1]
 
 
 def test_two_names_of_one_directory_are_one_environment(tmp_path):
