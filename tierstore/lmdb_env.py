@@ -396,18 +396,20 @@ def _held(lock: threading.Lock, directory: Path, seconds_max: float) -> Iterator
 def _companions(
     files: Directory, env: Environment, writer_seconds_max: float
 ) -> tuple[WriterLock, ReachedPages]:
-    """Open what goes with an environment; it is closed where that fails."""
+    """Open what goes with an environment; it is closed where that fails, before the pages are."""
     try:
         with ExitStack() as undo:
+            pages = ReachedPages()
+            undo.callback(pages.close)
+            undo.callback(env.close)
             writer = WriterLock(files, wait_seconds_max=writer_seconds_max)
             undo.callback(writer.close)
-            pages = ReachedPages(files)
+            pages.map(files)
             undo.pop_all()
-    except BaseException as error:
-        env.close()
-        if isinstance(error, OSError):
-            raise translate_os(error, files.path) from error
-        raise
+    except OSError as error:
+        raise translate_os(error, files.path) from error
+    except MemoryError as error:
+        raise translate_memory(error, files.path) from error
     return writer, pages
 
 

@@ -10,6 +10,7 @@ interpreter away: he alone waits then. What is left is the moment between the tw
 import ctypes
 import mmap
 import os
+from contextlib import ExitStack
 
 from tierstore.directory import Directory
 from tierstore.lmdb_lock import LIBRARY_LOCK_NAME
@@ -26,28 +27,34 @@ _LOCK_BYTES_MAX = 2 * mmap.PAGESIZE
 class ReachedPages:
     """Mappings of one environment's files; to be closed after the environment, not before.
 
-    With its descriptor of the lock file, the locks go that this process has in it.
+    With its descriptors of the lock file, of which a mapping has one too, the locks go that this
+    process has in it. So what a failed `map` leaves is closed by `close`, and by nothing else.
     """
 
-    def __init__(self, files: Directory) -> None:
+    def __init__(self) -> None:
+        """Map nothing yet."""
+        self._files = ExitStack()
+        self._written: list[int] = []
+        self._read = 0
+
+    def map(self, files: Directory) -> None:
         """Map the files of an environment that is open.
 
         Raises:
             OSError: they cannot be opened or mapped.
         """
-        self._lock_file = files.open_file(LIBRARY_LOCK_NAME, os.O_RDWR)
-        try:
-            self._lock_map = mmap.mmap(self._lock_file, 0)
-            self._data_map = _map_private(files, _DATA_BYTES)
-        except BaseException:
-            os.close(self._lock_file)
-            raise
+        self._copy = ctypes.create_string_buffer(_DATA_BYTES)
+        lock_file = files.open_file(LIBRARY_LOCK_NAME, os.O_RDWR)
+        self._files.callback(os.close, lock_file)
+        lock_map = mmap.mmap(lock_file, 0)
+        self._files.callback(lock_map.close)
+        data_map = _map_private(files, _DATA_BYTES)
+        self._files.callback(data_map.close)
         # The last byte of a page is padding: slots of readers are 64 bytes, and the last 40 unused.
         last = mmap.PAGESIZE - 1
-        offsets = range(last, min(len(self._lock_map), _LOCK_BYTES_MAX), mmap.PAGESIZE)
-        self._written = [_address(self._lock_map) + offset for offset in offsets]
-        self._read = _address(self._data_map)
-        self._copy = ctypes.create_string_buffer(_DATA_BYTES)
+        offsets = range(last, min(len(lock_map), _LOCK_BYTES_MAX), mmap.PAGESIZE)
+        self._written = [_address(lock_map) + offset for offset in offsets]
+        self._read = _address(data_map)
 
     def reach(self) -> None:
         """Wait until all can be touched that a reading begins with."""
@@ -61,9 +68,7 @@ class ReachedPages:
 
     def close(self) -> None:
         """Give the mappings and the descriptor back; nobody may touch a page after that."""
-        self._lock_map.close()
-        self._data_map.close()
-        os.close(self._lock_file)
+        self._files.close()
 
 
 def _map_private(files: Directory, size_bytes: int) -> mmap.mmap:

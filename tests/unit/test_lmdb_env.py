@@ -1,4 +1,6 @@
+import gc
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -76,3 +78,37 @@ def test_the_library_flushes_each_commit_of_a_durable_environment_alone(tmp_path
     env = LmdbEnv.open(tmp_path, map_bytes=1 << 20, durable=durable)
     assert env._env.flags()["sync"] == durable
     env.close()
+
+
+def _open_with_descriptors(path: Path, count: int) -> BackendError | None:
+    """Open and close an environment below a number of descriptors; return why it failed."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free_min = os.dup(0)
+    os.close(free_min)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free_min + count, before[1]))
+    try:
+        LmdbEnv.open(path, map_bytes=1 << 20).close()
+    except BackendError as error:
+        return error
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    return None
+
+
+def test_an_opening_that_failed_takes_no_locks_from_the_next_one(tmp_path: Path):
+    # Whoever keeps its exception keeps the frames that it went through, and what lies in them.
+    locked = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+b'), fcntl.LOCK_EX | 4, 1)"
+    LmdbEnv.open(tmp_path, map_bytes=1 << 20).close()
+    failures = []
+    while (failure := _open_with_descriptors(tmp_path, len(failures))) is not None:
+        failures.append(failure)
+        assert len(failures) < 100
+    assert len(failures) > 5
+    env = LmdbEnv.open(tmp_path, map_bytes=1 << 20)
+    failure = None
+    failures.clear()
+    gc.collect()
+    command = [sys.executable, "-c", locked, tmp_path / "lock.mdb"]
+    is_locked = subprocess.run(command, capture_output=True, check=False).returncode == 1
+    env.close()
+    assert is_locked
