@@ -11,6 +11,7 @@ from tierstore.key import OffloadKey, make_offload_keys
 from tierstore.layout import PAGE_BYTES
 from tierstore.manifest import Manifest
 from tierstore.tier.catalog_messages import Committed, Placed, Refused
+from tierstore.tier.opening import open_tiers
 from tierstore.tier.secondary import SecondaryTier
 
 __all__ = ["measure_catalog"]
@@ -67,7 +68,7 @@ def measure_catalog(
 
 
 def _open(config: SecondaryConfig) -> SecondaryTier:
-    return SecondaryTier.open(config, MANIFEST, tier_idx=0, rank_count=1)
+    return open_tiers([SecondaryTier(config, MANIFEST, tier_idx=0, rank_count=1)])[0]
 
 
 def _new_keys(count: int) -> list[OffloadKey]:

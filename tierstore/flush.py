@@ -6,18 +6,22 @@
 A tier may be given up at each step, when it has not moved for long enough.
 """
 
+import logging
 from collections.abc import Callable
 from enum import Enum
 from typing import TypeAlias
 
+from tierstore.bounded_log import bounded
 from tierstore.errors import BackendError
-from tierstore.executor.syncing import PendingSync
+from tierstore.executor.syncing import AfterSync, PendingSync
 from tierstore.pace import TierWait
 from tierstore.tier.stack import TierStack
 
 __all__ = ["Flush", "Syncer"]
 
-Syncer: TypeAlias = Callable[[int, Callable[[], None]], PendingSync]
+_logger = bounded(logging.getLogger(__name__))
+
+Syncer: TypeAlias = Callable[[int, AfterSync], PendingSync]
 """`DataPlane.begin_sync`."""
 
 
@@ -76,6 +80,7 @@ class _TierFlush:
         self._victims = (
             stack.primary.coldest(len(stack.primary)) if self._cascade.records_victims else []
         )
+        self._hear_losses()
         self._cascade.begin_retry()
         self._ticket: int | None = None
         """The last one that is waited for, once all is asked for."""
@@ -84,6 +89,8 @@ class _TierFlush:
         self._change_count = self._secondary.change_count
         self._step = _Step.WRITING
         self._sync: PendingSync | None = None
+        self._was_lost = False
+        """Once it is written again; what is lost while that is done is left to the next flush."""
         self._unsynced_count = 0
         self._given_up_at: _Step | None = None
         self._missing_count = 0
@@ -179,12 +186,29 @@ class _TierFlush:
 
     def _end_sync(self, sync: PendingSync) -> None:
         self._step = _Step.OVER
-        if not sync.why:
+        if self._hear_losses():
+            self._write_lost_again()
+        elif not sync.why:
             self._wait.pace.unsynced_count -= self._unsynced_count
         elif not self._secondary.wait(0) and self._secondary.is_lost:
             self._step = _Step.RECORDING  # soon it is given up, and opened anew
         else:
             self._begin_anew()
+
+    def _hear_losses(self) -> bool:
+        is_lost = self._cascade.hear_losses()
+        if is_lost:
+            _logger.warning(
+                "payload was removed, or cut off; what is in memory is written again: tier=%s",
+                self.name,
+            )
+        return is_lost
+
+    def _write_lost_again(self) -> None:
+        if not self._was_lost:
+            self._was_lost = True
+            self._cascade.begin_retry()
+            self._step, self._sync, self._ticket = _Step.WRITING, None, None
 
     def _give_up(self, now: float) -> None:
         if self._step is _Step.WRITING:

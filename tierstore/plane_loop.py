@@ -13,7 +13,7 @@ from typing import Protocol
 
 from tierstore.bounded_log import Causes, bounded
 from tierstore.clock import Clock
-from tierstore.executor.syncing import PendingSync
+from tierstore.executor.syncing import AfterSync, PendingSync
 from tierstore.flush import Flush
 from tierstore.key import OffloadKey
 from tierstore.metrics import Counters, Metric
@@ -47,7 +47,7 @@ class DataPlane(Protocol):
     def wait(self, timeout_seconds: float) -> None:
         """Sleep until something was answered, or time is up."""
 
-    def begin_sync(self, tier_idx: int, also: Callable[[], None]) -> PendingSync:
+    def begin_sync(self, tier_idx: int, also: AfterSync) -> PendingSync:
         """Flush a tier's payload to its device, then call `also`; returns at once."""
 
 

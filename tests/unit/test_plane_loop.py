@@ -92,7 +92,7 @@ class Planes:
     def held(self):
         """Count slots that are arriving, pins in memory and pins of records."""
         primary = self.stack.primary
-        record_pins = sum(len(tier._pins) for tier in self.stack.secondaries)
+        record_pins = sum(len(tier.pins) for tier in self.stack.secondaries)
         return len(primary.arriving), len(primary._pins), record_pins
 
 

@@ -19,6 +19,7 @@ from tierstore.lmdb_env import LmdbEnv
 from tierstore.manifest import Manifest
 from tierstore.testing.spread import spread_hashes
 from tierstore.tier.catalog_messages import Committed, Evicted, Freed, Placed
+from tierstore.tier.opening import open_tiers
 from tierstore.tier.reservation import ChunkState
 from tierstore.tier.secondary import SecondaryTier
 
@@ -47,7 +48,7 @@ EPOCH = MANIFEST.in_epoch("first")
 
 def open_tier(path, capacity=8 * MIB):
     config = SecondaryConfig(name="t", backend="file", path=path, capacity_bytes=capacity)
-    return SecondaryTier.open(config, MANIFEST, tier_idx=0, rank_count=1)
+    return open_tiers([SecondaryTier(config, MANIFEST, tier_idx=0, rank_count=1)])[0]
 
 
 def keys_of(*numbers, manifest=MANIFEST):

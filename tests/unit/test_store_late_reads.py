@@ -68,7 +68,7 @@ class UnsteadyBackend:
 def held(store):
     """Count slots that are arriving, pins in memory and pins of records."""
     primary = store._stack.primary
-    record_pins = sum(len(tier._pins) for tier in store._stack.secondaries)
+    record_pins = sum(len(tier.pins) for tier in store._stack.secondaries)
     return len(primary.arriving), len(primary._pins), record_pins
 
 

@@ -9,6 +9,7 @@ import mmap
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from pathlib import Path
 
@@ -204,6 +205,10 @@ class FileBackend:
                     f"{self._directory}: flush of segment {segment} failed: {error.strerror}; "
                     f"{remedy_of(error)}"
                 ) from error
+
+    def lost_segments(self) -> AbstractSet[int]:
+        """Return the segments whose files are gone. See `Backend.lost_segments`."""
+        return self._files.take_lost() if self._opened else frozenset()
 
     def close(self) -> None:
         """Close all descriptors; idempotent. Calls that are still under way end undisturbed."""

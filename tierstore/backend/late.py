@@ -8,6 +8,7 @@ import errno
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 from tierstore.backend.protocol import Backend, RecordIo
@@ -45,6 +46,8 @@ class LateBackend:
         self._is_lost = False
         """Its files are gone, and it was not opened since."""
         self._is_tried = False
+        self._lost_segments: set[int] = set()
+        """Of backends whose files are gone, until somebody asks."""
 
     def open(self) -> None:
         """Try to open the backend; idempotent. A device that refuses is tried again by its calls.
@@ -89,6 +92,12 @@ class LateBackend:
         if self._backend is not None:  # otherwise nothing was written
             self._backend.sync()
 
+    def lost_segments(self) -> AbstractSet[int]:
+        """Return what was lost with this backend's files, and with those of earlier ones."""
+        with self._lock:
+            lost, self._lost_segments = self._lost_segments, set()
+            return lost if self._backend is None else lost | self._backend.lost_segments()
+
     def close(self) -> None:
         """Close the backend, if it was ever opened; idempotent."""
         with self._lock:
@@ -100,6 +109,7 @@ class LateBackend:
         # The lock is held over I/O: the other threads of the tier would wait for the device too.
         with self._lock:
             if self._backend is not None and self._file_ids != self._find_files():
+                self._lost_segments |= self._backend.lost_segments()
                 self._backend.close()  # calls that are under way in it end undisturbed
                 self._backend = None
                 self._is_lost = True

@@ -14,6 +14,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -54,6 +55,9 @@ _HEADER_SUFFIX = b"\x01"
 _GENERATION_KEY = b"\xff" * 16
 """Behind all records: rewritten where only the number of transactions matters."""
 
+_SEEN_MAX = 1 << 16
+"""Segments that are remembered: others may have emptied most of them."""
+
 _DELETE_COUNT_MAX = 1024
 """Items that one transaction deletes: two of each record."""
 
@@ -91,6 +95,8 @@ class LmdbBackend:
         self._lock = threading.Lock()
         self._env: LmdbEnv | None = None
         self._user_count = 0
+        self._seen: dict[int, None] = {}
+        """Segments that were written or read, in order."""
         self._opened = False
 
     def open(self) -> None:
@@ -126,6 +132,7 @@ class LmdbBackend:
         failed = dict.fromkeys(np.flatnonzero(~fits).tolist(), FailureReason.LAYOUT)
         indices = np.flatnonzero(fits).tolist()
         places = places[fits]
+        self._note_seen(places)
         for start, stop in self._codec.spans([len(records[index].slot) for index in indices]):
             chosen = indices[start:stop]
             refused = self._write_values([records[index] for index in chosen], places[start:stop])
@@ -140,6 +147,7 @@ class LmdbBackend:
         causes = Counter({"impossible place": len(failed)} if failed else {})
         indices = np.flatnonzero(fits).tolist()
         places = places[fits]
+        self._note_seen(places)
         sizes = places["payload_bytes"].tolist()
         batch = ReadBatch(
             keys=[records[index].key for index in indices],
@@ -200,6 +208,9 @@ class LmdbBackend:
                 _age_free_pages(env)
         except TierStoreError as error:
             return self._fail("release", error, 0)
+        with self._lock:
+            for segment in empty_segments:
+                self._seen.pop(segment, None)
         return None
 
     def sync(self) -> None:
@@ -211,11 +222,32 @@ class LmdbBackend:
         with self._environment() as env:
             env.sync()
 
+    def lost_segments(self) -> AbstractSet[int]:
+        """Return the segments in a database that is gone. See `Backend.lost_segments`."""
+        try:
+            with self._environment() as env:
+                if not env.is_lost():
+                    return frozenset()
+        except ClosedError:
+            return frozenset()
+        with self._lock:
+            lost, self._seen = frozenset(self._seen), {}
+        return lost
+
     def close(self) -> None:
         """Close the environment when the calls under way have ended; idempotent."""
         with self._lock:
             self._opened = False
             self._close_unused()
+
+    def _note_seen(self, places: npt.NDArray[np.void]) -> None:
+        segments = set(places["segment"].tolist())
+        with self._lock:
+            for segment in segments:
+                self._seen.pop(segment, None)
+                self._seen[segment] = None
+            while len(self._seen) > _SEEN_MAX:
+                del self._seen[next(iter(self._seen))]
 
     def _write_values(
         self, records: Sequence[RecordIo], places: npt.NDArray[np.void]

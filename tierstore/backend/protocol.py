@@ -1,6 +1,7 @@
 """What the data plane asks of a secondary tier's payload store."""
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -60,6 +61,13 @@ class Backend(Protocol):
 
         Raises:
             BackendError: the device refused.
+        """
+
+    def lost_segments(self) -> AbstractSet[int]:
+        """Return segments that were written or read here and whose bytes are gone; each once.
+
+        Somebody removed, moved, replaced or shortened their files. Those that `release` emptied are
+        none of them; those that another process has emptied may be.
         """
 
     def close(self) -> None:

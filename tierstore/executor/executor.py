@@ -20,7 +20,7 @@ from tierstore.dma.protocol import CopyEngine, CopyId
 from tierstore.errors import BackendError, DeviceError, LayoutError
 from tierstore.executor.job import Copy, Job, PartIndex, RecordSpan, split_spans
 from tierstore.executor.progress import SpanRead
-from tierstore.executor.syncing import PendingSync
+from tierstore.executor.syncing import AfterSync, PendingSync
 from tierstore.executor.tier_io import TierIo
 from tierstore.io_pool import IoPool, run_side_by_side
 from tierstore.layout import PAGE_BYTES, CanonicalKVCaches
@@ -237,11 +237,8 @@ class TransferExecutor:
         """The slots' memory; the slot with number s starts at s * PAGE_BYTES."""
         return self._pool
 
-    def begin_sync(self, tier_idx: int, also: Callable[[], None]) -> PendingSync:
-        """Flush a tier's payload to its device, then call `also`, in a thread of the tier.
-
-        `also` may raise `BackendError`, which counts as a failure of the flush.
-        """
+    def begin_sync(self, tier_idx: int, also: AfterSync) -> PendingSync:
+        """Flush a tier's payload to its device, then call `also`, in a thread of the tier."""
         tier, sync = self._tiers[tier_idx], PendingSync()
         tier.pool.submit_write(partial(self._sync, tier.backend, also, sync))
         return sync
@@ -461,12 +458,14 @@ class TransferExecutor:
                 tier.progress.end(self._clock.seconds())
                 self._changed.notify_all()
 
-    def _sync(self, backend: Backend, also: Callable[[], None], sync: PendingSync) -> None:
+    def _sync(self, backend: Backend, also: AfterSync, sync: PendingSync) -> None:
         """Flush one tier to its device (in an I/O thread)."""
         why = "the flush failed"
         try:
-            backend.sync()
-            also()
+            try:
+                backend.sync()
+            finally:
+                also(backend.lost_segments())
             why = ""
         except BackendError as error:
             why = str(error)

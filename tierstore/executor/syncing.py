@@ -1,8 +1,15 @@
 """A tier's payload on its way from the system's memory to its device."""
 
+from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from typing import TypeAlias
 
-__all__ = ["PendingSync"]
+__all__ = ["AfterSync", "PendingSync"]
+
+AfterSync: TypeAlias = Callable[[AbstractSet[int]], None]
+"""Called when the payload was flushed, or was not, with the segments that were lost
+(`Backend.lost_segments`); may raise `BackendError`, which counts as a failure of the flush."""
 
 
 @dataclass(slots=True)

@@ -328,6 +328,28 @@ class BackendConformance(ABC):
                 assert extent.served(backend) == [FailureReason.ABSENT] * 4
                 assert other.served(backend) == [None] * 4
 
+    def test_segments_whose_files_vanish_are_lost_and_released_ones_are_not(
+        self, tmp_path: Path
+    ) -> None:
+        """Whether they were written or only read; each is told of once."""
+        directory = tmp_path / "payload"
+        directory.mkdir(mode=0o700)
+        extents = [Extent(2, 9000, segment=segment) for segment in (0, 3, 7)]
+        with self.opened(directory) as backend:
+            write_extent(backend, *extents)
+            backend.sync()
+            assert backend.lost_segments() == set()
+        with self.opened(directory) as backend:
+            assert extents[0].served(backend) == extents[2].served(backend) == [None, None]
+            write_extent(backend, Extent(1, 9000, segment=9))
+            assert backend.release([], [7]) is None
+            assert backend.lost_segments() == set()
+            # Moved in one step: a library that closes its database meanwhile does no harm.
+            directory.rename(tmp_path / "aside")
+            directory.mkdir(mode=0o700)
+            assert backend.lost_segments() == {0, 9}
+            assert backend.lost_segments() == set()
+
     def test_release_of_what_is_not_there_creates_nothing(self, tmp_path: Path) -> None:
         """No file, no bytes."""
         with self.opened(tmp_path) as backend:

@@ -21,9 +21,9 @@ from tierstore.layout import GroupSpec
 from tierstore.metrics import Counters, Metric
 from tierstore.tier.catalog_messages import Committed, Evicted, Placed, Refused
 from tierstore.tier.crowding import Crowding
-from tierstore.tier.demotes import Demotes, WaitingDemote, WritingDemote
+from tierstore.tier.demotes import Demotes, WritingDemote
 from tierstore.tier.failed_demotes import FailedDemotes
-from tierstore.tier.health import TRIAL_CHUNKS, TierHealth
+from tierstore.tier.health import TRIAL_CHUNKS, TierHealth, worst_reason
 from tierstore.tier.primary import PrimaryTier
 from tierstore.tier.releases import Releases
 from tierstore.tier.residency import ResidencyLog
@@ -31,11 +31,6 @@ from tierstore.tier.secondary import SecondaryTier
 from tierstore.transfer import Command, Demote, FailureReason, JobId, TransferDone
 
 __all__ = ["Cascade"]
-
-_TICKET_BYTES = 8 << 20
-_TICKET_KEYS_MAX = 512
-"""Longer requests are placed, written and recorded in parts, so that the first write need not wait
-for the catalog to place the last, and what one transaction of it changes is bounded."""
 
 _ONCE_SEEN_MAX = 1 << 16
 """Chunks that left the primary tier after one use and are remembered for `second_touch`."""
@@ -73,7 +68,6 @@ class Cascade:
         """How often it was in use again, as which owner, when what failed was last asked for."""
         self._counters = counters
         self._queue_bytes_max = queue_bytes_max
-        self._newest_ticket = 0
         self.retried_ticket = 0
         """The last one that asked again for chunks whose demote had failed."""
         self._demotes = Demotes()
@@ -109,7 +103,7 @@ class Cascade:
     @property
     def newest_ticket(self) -> int:
         """The ticket that was asked for last; they are numbered."""
-        return self._newest_ticket
+        return self._demotes.newest_ticket
 
     @property
     def in_flight(self) -> AbstractSet[OffloadKey]:
@@ -138,7 +132,7 @@ class Cascade:
 
     def on_evicted(self, keys: Sequence[OffloadKey]) -> None:
         """Take note of chunks that left the primary tier."""
-        self._failures.drop(keys)
+        self._failures.forget(keys)
         if self._config.cascade == "write_through":
             return
         unsettled = [key for key in keys if key not in self._settled]
@@ -152,7 +146,7 @@ class Cascade:
 
     def on_buried(self, keys: Collection[OffloadKey]) -> None:
         """Take note of chunks that a reset has forgotten and that no transfer holds any more."""
-        self._failures.drop(keys)
+        self._failures.forget(keys)
         self._settled.difference_update(keys)
 
     def on_erased(self, keys: Sequence[OffloadKey]) -> None:
@@ -202,7 +196,7 @@ class Cascade:
         """Say how many chunks in memory are not in this tier although its rule wants them, why."""
         failed = self._failures.keys()
         slots = self._primary.locate(failed)
-        self._failures.drop([k for k, slot in zip(failed, slots, strict=True) if slot is None])
+        self._failures.forget([k for k, slot in zip(failed, slots, strict=True) if slot is None])
         counts = self._failures.count_by_reason()
         if not self.health.is_writable:
             held = self._demotes.held_keys().difference(failed)
@@ -311,12 +305,33 @@ class Cascade:
 
     def on_catalog_lost(self) -> None:
         """Take note that the tier's records are gone: what is in memory is to be recorded again."""
-        lost = self._settled  # an `on_evict` tier is asked for all of them by the next flush
-        if self._config.cascade == "write_through":
-            lost = set(self._primary.coldest(len(self._primary)))
-        if not self.records_victims:  # what is on its way is answered as refused
-            self._failures.note_unasked(lost - self._demotes.held_keys(), "catalog_lost")
+        if not self.records_victims:  # the next flush asks such a tier for all of them
+            # What is on its way is answered as refused.
+            lost = self._asked_for() - self._demotes.held_keys()
+            self._failures.note_unasked(lost, "catalog_lost")
         self._settled &= self._in_flight
+
+    def hear_losses(self) -> bool:
+        """Take note of payload that is gone, what is in memory is to be written again.
+
+        Returns whether there was any with records.
+        """
+        lost_segments = self._secondary.take_lost()
+        if lost_segments:
+            self._failures.note_lost(
+                self._asked_for(),
+                lost_segments,
+                held=self._demotes.held_keys(),
+                ticket=self._demotes.newest_ticket,
+            )
+            self._settled &= self._in_flight
+        return bool(lost_segments)
+
+    def _asked_for(self) -> set[OffloadKey]:
+        """Return the chunks in memory that the tier was asked to record."""
+        if self._config.cascade == "write_through":
+            return set(self._primary.coldest(len(self._primary)))
+        return set(self._settled)
 
     def forget_resident(self) -> None:
         """Forget what was known of chunks in memory; demotes on their way go on (reset)."""
@@ -349,20 +364,16 @@ class Cascade:
         if not keys:
             return
         if self.health.begin_write_trial():
-            self._trial_ticket = self._newest_ticket + 1
+            self._trial_ticket = self._demotes.newest_ticket + 1
         self._failures.drop(keys)
         self._primary.pin(keys)
         self._queued_bytes += len(keys) * chunk_bytes
         if self._config.cascade != "write_through":
             self._settled.update(keys)
             self._in_flight.update(keys)
-        # Tail first, since what is recorded first is evicted first.
-        per_ticket = max(1, min(_TICKET_BYTES // chunk_bytes, _TICKET_KEYS_MAX))
-        for stop in range(len(keys), 0, -per_ticket):
-            ticket = self._newest_ticket = self._newest_ticket + 1
-            part = keys[max(0, stop - per_ticket) : stop]
-            self._demotes.waiting[ticket] = WaitingDemote(group_idx, part)
-            self._secondary.request_places(ticket, part, chunk_bytes)
+        lost_segments = self._failures.lost_segments(keys)
+        for ticket, part in self._demotes.begin(group_idx, keys, chunk_bytes):
+            self._secondary.request_places(ticket, part, chunk_bytes, lost_segments)
 
     def _is_back(self) -> bool:
         """Return whether the tier is in use again and what failed was not asked for since."""
@@ -398,7 +409,7 @@ class Cascade:
             chosen = set(placed.keys)
             recorded = tuple(key for key in waiting.keys if key not in chosen)
             self._finish_keys(waiting.group_idx, recorded)
-            self._failures.on_recorded(recorded)
+            self._failures.on_recorded(recorded, placed.ticket)
         if not placed.keys:
             return None
         slots = self._primary.locate(placed.keys)
@@ -431,7 +442,7 @@ class Cascade:
             self._crowding.end()
         else:  # what was written counts once it is published
             is_trial = writing.ticket >= self._trial_ticket
-            self.health.note_refused(_worst(done.failed.values()), is_trial=is_trial)
+            self.health.note_refused(worst_reason(done.failed.values()), is_trial=is_trial)
         if crowded:
             if self._crowding.make_way(len(crowded), chunk_bytes):
                 self._failures.retry([writing.keys[i] for i in crowded])
@@ -445,7 +456,7 @@ class Cascade:
         written = writing.written
         if committed.reason is None:
             self._secondary.on_recorded(written)
-            self._failures.on_recorded(written)
+            self._settled -= self._failures.on_recorded(written, committed.ticket)
             self._tell_of_recorded(written)
             if written:
                 self.health.note_written()
@@ -476,7 +487,7 @@ class Cascade:
         keys = self._failures.take((self._queue_bytes_max - self._queued_bytes) // chunk_bytes_max)
         slots = self._primary.locate(keys)
         self._request_groups([k for k, slot in zip(keys, slots, strict=True) if slot is not None])
-        self.retried_ticket = self._newest_ticket
+        self.retried_ticket = self._demotes.newest_ticket
 
     def _finish_keys(self, group_idx: int, keys: Sequence[OffloadKey]) -> None:
         self._primary.unpin(keys)
@@ -486,11 +497,3 @@ class Cascade:
 
     def _drop(self, count: int, reason: str) -> None:
         self._counters.add(Metric.DROPPED_DEMOTES, count, label=reason)
-
-
-def _worst(reasons: Collection[FailureReason]) -> FailureReason:
-    """Return the reason that says most of the device."""
-    for reason in (FailureReason.IO_ERROR, FailureReason.FULL):
-        if reason in reasons:
-            return reason
-    return next(iter(reasons))

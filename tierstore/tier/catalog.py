@@ -244,6 +244,15 @@ class Catalog:
         # What is in an lmdb tier is bounded by its map, and charged nothing while it is removed.
         return segments if self._config.backend == "file" else dict.fromkeys(segments, 0)
 
+    def segments_in_use(self, segments: Iterable[int]) -> frozenset[int]:
+        """Return those of the segments that have records.
+
+        Raises:
+            BackendError: the catalog cannot be read.
+        """
+        with self._env.read() as txn:
+            return frozenset(s for s in segments if Space.has_records(txn, self._databases, s))
+
     def locate(
         self,
         keys: Sequence[OffloadKey],

@@ -3,7 +3,7 @@
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Self, TypeVar
 
 from tierstore.key import Namespace, OffloadKey
 from tierstore.tier.catalog_schema import PendingRow
@@ -29,6 +29,9 @@ __all__ = [
     "TouchKeys",
     "take_all",
 ]
+
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +95,10 @@ class RequestPlaces:
     ticket: int
     keys: tuple[OffloadKey, ...]
     payload_bytes: int
+    lost_segments: frozenset[int] = frozenset()
+    """A record there leads to nothing any more, and is removed."""
     is_noted: bool = False
-    """Whether those of the keys that are recorded were touched already."""
+    """Whether those of the keys that are recorded were touched, or removed, already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +177,9 @@ Operation = (
 )
 
 
-def take_all(events: deque[SecondaryEvent]) -> list[SecondaryEvent]:
+def take_all(events: deque[Item]) -> list[Item]:
     """Take what is there; another thread may take it, too."""
-    taken: list[SecondaryEvent] = []
+    taken: list[Item] = []
     with suppress(IndexError):
         while True:
             taken.append(events.popleft())

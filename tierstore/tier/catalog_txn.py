@@ -162,6 +162,12 @@ class CatalogTxn:
             self._delete_order(records)
             self._free(records)
 
+    def remove_lost(self, keys: Sequence[OffloadKey], segments: Collection[int]) -> None:
+        """Forget those of the records that lie in these segments, whose bytes are gone."""
+        found, records = self._find(list(dict.fromkeys(keys)))
+        is_lost = np.isin(records["place"]["segment"], list(segments))
+        self.remove([found[index] for index in np.flatnonzero(is_lost).tolist()])
+
     def evict(self, page_count: int, record_count: int = 1) -> int:
         """Evict the oldest unpinned records until both counts are reached; return how many went.
 

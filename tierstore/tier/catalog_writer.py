@@ -309,6 +309,8 @@ class CatalogWriter:
         adopted = False
         while waiting:
             request = waiting[0]
+            if request.lost_segments and not request.is_noted:
+                work.remove_lost(request.keys, request.lost_segments)
             recorded = work.recorded(request.keys)
             if recorded and not request.is_noted:
                 # Storing a chunk once more is a use of it, head last: before anything is evicted.
@@ -329,7 +331,7 @@ class CatalogWriter:
                 events.append(Refused(request.ticket, FailureReason.FULL))
                 continue
             self._make_room(work, pages)
-            if self._free_pages(work) < pages:
+            if work.space.free_pages() < pages:
                 starves = self._starves(request.ticket)
                 if not adopted and (starves or work.space.state.pending_pages == 0):
                     adopted = True
@@ -371,14 +373,11 @@ class CatalogWriter:
             or (self._pins and work.space.state.record_count)
         )
 
-    def _free_pages(self, work: CatalogTxn) -> int:
-        return work.space.free_pages()
-
     def _make_room(self, work: CatalogTxn, pages: int) -> None:
         """Evict until `pages` of all ranks are free or will be when the releases are done."""
         rank_count = self._catalog.geometry.rank_count
         while True:
-            short = pages - self._free_pages(work) - work.space.state.pending_pages
+            short = pages - work.space.free_pages() - work.space.state.pending_pages
             if short <= 0 or not work.evict(-(-short // rank_count)):
                 return
 

@@ -1,7 +1,7 @@
 """The demotes of one tier that are under way, by how far they have come."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     from tierstore.transfer import JobId
 
 __all__ = ["Demotes", "WaitingDemote", "WritingDemote"]
+
+_TICKET_BYTES = 8 << 20
+_TICKET_KEYS_MAX = 512
+"""Longer requests are placed, written and recorded in parts, so that the first write need not wait
+for the catalog to place the last, and what one transaction of it changes is bounded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,8 @@ class Demotes:
     """What is asked of the catalog and of the device, and not answered."""
 
     def __init__(self) -> None:
+        self.newest_ticket = 0
+        """The last one that was asked for; they are numbered."""
         self.waiting: dict[int, WaitingDemote] = {}
         """For places, by ticket."""
         self.writing: dict[JobId, WritingDemote] = {}
@@ -64,6 +71,20 @@ class Demotes:
     def is_waiting(self) -> bool:
         """Whether the catalog was asked for something, and has not answered."""
         return bool(self.waiting or self.committing)
+
+    def begin(
+        self, group_idx: int, keys: Sequence[OffloadKey], chunk_bytes: int
+    ) -> Iterator[tuple[int, tuple[OffloadKey, ...]]]:
+        """Give tickets to keys, head first; yield each with its part, tail first.
+
+        What is recorded first is evicted first.
+        """
+        per_ticket = max(1, min(_TICKET_BYTES // chunk_bytes, _TICKET_KEYS_MAX))
+        for stop in range(len(keys), 0, -per_ticket):
+            part = tuple(keys[max(0, stop - per_ticket) : stop])
+            self.newest_ticket += 1
+            self.waiting[self.newest_ticket] = WaitingDemote(group_idx, part)
+            yield self.newest_ticket, part
 
     def oldest_ticket(self) -> float:
         """Return the first of their tickets; without any, infinity. O(tickets)."""

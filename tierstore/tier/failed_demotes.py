@@ -3,12 +3,14 @@
 import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 
 from tierstore.key import OffloadKey
 
 __all__ = ["FailedDemotes"]
 
 _WRITES_UNTIL_RETRY_MAX = 1 << 8
+_PAYLOAD_LOST = "payload_lost"
 
 
 class FailedDemotes:
@@ -31,6 +33,10 @@ class FailedDemotes:
         """Taken, and not known yet to have failed again."""
         self._writes_until_retry = 1
         self._backoff = 1
+        self._lost: set[OffloadKey] = set()
+        """What is recorded of them leads to nothing, if it is recorded in a lost segment."""
+        self._lost_segments: frozenset[int] = frozenset()
+        self._lost_ticket = 0
 
     def __bool__(self) -> bool:
         return bool(self._refused or self._unasked or self._retrying)
@@ -59,26 +65,66 @@ class FailedDemotes:
         known = self._refused.keys() | self._retrying.keys()
         self._unasked.update((key, reason) for key in keys if key not in known)
 
+    def note_lost(
+        self,
+        keys: Collection[OffloadKey],
+        segments: frozenset[int],
+        *,
+        held: AbstractSet[OffloadKey],
+        ticket: int,
+    ) -> None:
+        """Remember resident chunks that may be recorded in segments whose payload is gone.
+
+        Those that are `held` by demotes up to `ticket` may have been written there: they are asked
+        for again once they are recorded.
+        """
+        self._lost.update(keys)
+        self._lost_segments |= segments
+        self._lost_ticket = ticket
+        self.note_unasked([key for key in keys if key not in held], _PAYLOAD_LOST)
+
+    def lost_segments(self, keys: Collection[OffloadKey]) -> frozenset[int]:
+        """Return where a record of these chunks is to be replaced when they are asked for."""
+        return frozenset() if self._lost.isdisjoint(keys) else self._lost_segments
+
+    def forget(self, keys: Iterable[OffloadKey]) -> None:
+        """Take note of chunks that left memory."""
+        self.drop(keys)
+        if self._lost:
+            self._end_loss(keys)
+
     def drop(self, keys: Iterable[OffloadKey]) -> None:
-        """Take note of chunks that left memory, or are asked for anyway."""
+        """Take note of chunks that are asked for anyway."""
         if self:
             for key in keys:
                 self._refused.pop(key, None)
                 self._unasked.pop(key, None)
                 self._retrying.pop(key, None)
 
-    def on_recorded(self, keys: Collection[OffloadKey]) -> None:
-        """Take note of chunks that have a record now."""
+    def on_recorded(self, keys: Collection[OffloadKey], ticket: int) -> set[OffloadKey]:
+        """Take note of chunks that have a record now; return those that have to have another."""
+        again = self._lost.intersection(keys) if ticket <= self._lost_ticket else set()
+        self.note_unasked(again, _PAYLOAD_LOST)
+        keys = [key for key in keys if key not in again] if again else keys
         self.drop(keys)
+        if self._lost:
+            self._end_loss(keys)
         if self._asked:
             self._asked.difference_update(keys)
             if not self._asked and not self._refused:
                 self._writes_until_retry = self._backoff = 1
+        return again
 
     def clear(self) -> None:
         """Forget all."""
         self.drop(self.keys())
         self._asked.clear()
+        self._end_loss(list(self._lost))
+
+    def _end_loss(self, keys: Iterable[OffloadKey]) -> None:
+        self._lost.difference_update(keys)
+        if not self._lost:
+            self._lost_segments = frozenset()
 
     def on_written(self) -> None:
         """Take note of a write that succeeded."""

@@ -28,7 +28,7 @@ from tierstore.metrics import Counters, Metric
 from tierstore.tier.breaker import Breaker, BreakerState
 from tierstore.transfer import FailureReason
 
-__all__ = ["STANDSTILL_DEADLINES", "TRIAL_CHUNKS", "TierHealth"]
+__all__ = ["STANDSTILL_DEADLINES", "TRIAL_CHUNKS", "TierHealth", "worst_reason"]
 
 _logger = bounded(logging.getLogger(__name__))
 
@@ -391,3 +391,11 @@ class TierHealth:
 
 def _first(failed: Collection[FailureReason], wanted: Collection[FailureReason]) -> FailureReason:
     return next(reason for reason in failed if reason in wanted)
+
+
+def worst_reason(reasons: Collection[FailureReason]) -> FailureReason:
+    """Return the reason that says most of the device."""
+    for reason in (FailureReason.IO_ERROR, FailureReason.FULL):
+        if reason in reasons:
+            return reason
+    return next(iter(reasons))

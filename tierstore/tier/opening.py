@@ -16,11 +16,13 @@ from tierstore.tier.catalog import Catalog
 from tierstore.tier.health import TierHealth
 from tierstore.tier.primary import PrimaryTier
 from tierstore.tier.residency import ResidencyLog
-from tierstore.tier.secondary import OPEN_SECONDS_MAX, SecondaryTier
+from tierstore.tier.secondary import SecondaryTier
 from tierstore.tier.stack import TierStack
 
-__all__ = ["check_tiers", "open_stack"]
+__all__ = ["check_tiers", "open_stack", "open_tiers"]
 
+_OPEN_SECONDS_MAX = 10.0
+"""Who opens tiers waits so long for their devices; then they are opened in the background."""
 _CHECK_CLOSE_SECONDS = 5.0
 """For a tier that is closed again at once."""
 
@@ -52,7 +54,7 @@ def open_stack(
     """
     groups = manifest.group_specs()
     primary = _primary(config, groups)
-    secondaries = _open_tiers(
+    secondaries = open_tiers(
         [
             SecondaryTier(
                 tier,
@@ -140,13 +142,21 @@ def check_tiers(config: StoreConfig, manifest: Manifest, *, rank_count: int) -> 
         SecondaryTier(tier, manifest, tier_idx=tier_idx, rank_count=rank_count)
         for tier_idx, tier in enumerate(config.secondary)
     ]
-    for opened in _open_tiers(tiers):
+    for opened in open_tiers(tiers):
         opened.close(_CHECK_CLOSE_SECONDS)
 
 
-def _open_tiers(tiers: list[SecondaryTier]) -> list[SecondaryTier]:
-    """Open tiers side by side, for one that hangs takes as long as all of them; or none."""
-    until = time.monotonic() + OPEN_SECONDS_MAX
+def open_tiers(tiers: list[SecondaryTier]) -> list[SecondaryTier]:
+    """Open tiers side by side, for one that hangs takes as long as all of them; or none.
+
+    One whose device fails, or does not answer for long, is open without its catalog
+    (`SecondaryTier.is_open`), and opened as soon as it can be.
+
+    Raises:
+        CatalogError, ManifestError, ConfigError, BackendError: what the user has to mend
+            (`outage`); the message says how.
+    """
+    until = time.monotonic() + _OPEN_SECONDS_MAX
     with _closed_on_error(tiers):
         for tier in tiers:
             tier.begin()

@@ -3,10 +3,10 @@
 import logging
 import math
 import time
-from collections import Counter
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from typing import Self
 
 from tierstore.bounded_log import bounded
 from tierstore.clock import MonotonicClock
@@ -40,16 +40,15 @@ from tierstore.tier.catalog_messages import (
 from tierstore.tier.catalog_reads import CatalogReads
 from tierstore.tier.catalog_writer import CatalogWriter
 from tierstore.tier.lookup import Hidden, Lookups
+from tierstore.tier.pins import Pins
 from tierstore.tier.reservation import ChunkState
 from tierstore.tier.touches import Touches
 from tierstore.transfer import Place
 
-__all__ = ["OPEN_SECONDS_MAX", "SecondaryTier"]
+__all__ = ["SecondaryTier"]
 
 _logger = bounded(logging.getLogger(__name__))
 
-OPEN_SECONDS_MAX = 10.0
-"""Who opens a tier waits so long for its device; then it is opened in the background."""
 _CLOSE_SECONDS = 30.0
 _ADVICE_WAITING_MAX = 1024
 """A catalog that is slower than its callers hears no more of uses and of worthless records."""
@@ -83,7 +82,7 @@ class SecondaryTier:
         on_opened: Callable[[Catalog], None] | None = None,
         pace: KeeperPace | None = None,
     ) -> None:
-        """Describe the tier; use `open`, or `begin` and `wait_open`.
+        """Describe the tier; to be opened by `begin` and `wait_open`.
 
         `system` is what the configuration says unless it is given. `lookup_seconds_max` bounds what
         `locate` waits for, by default as a read of this tier. `on_opened` is told of each opening
@@ -102,7 +101,8 @@ class SecondaryTier:
         self._geometry = SpaceGeometry.of(config, manifest, rank_count)
         self._namespace = manifest.namespace
         self._name = name = f"{tier_idx}-{config.name}"
-        self._pins: Counter[OffloadKey] = Counter()
+        self.pins = Pins()
+        """Records that this process does not evict while they are read."""
         self._clock = MonotonicClock()
         self._reads = CatalogReads(f"lookup-{name}")
         self._lookups = Lookups(
@@ -122,6 +122,8 @@ class SecondaryTier:
         """Called by `poll` and `wait` when the catalog in use was lost, with its records."""
         self.change_count = 0
         """How often the catalog in use was lost or opened, as `poll` and `wait` have found."""
+        self._lost: deque[AbstractSet[int]] = deque()
+        """Segments, from `sync` to `take_lost`."""
         self._doubted: Catalog | None = None
         """`sync` has found that it is lost; the keeper has not, perhaps."""
         self._served: OpenCatalog | None = None
@@ -132,37 +134,6 @@ class SecondaryTier:
         """Nothing is located before so many namespaces are forgotten."""
         self._is_closed = False
         self._is_failing = False
-
-    @classmethod
-    def open(
-        cls,
-        config: SecondaryConfig,
-        manifest: Manifest,
-        *,
-        tier_idx: int,
-        rank_count: int,
-        system: SystemCalls | None = None,
-        pace: KeeperPace | None = None,
-    ) -> Self:
-        """Open or create the catalog, recover what a killed process left, start the threads.
-
-        A tier whose device fails, or does not answer within `OPEN_SECONDS_MAX`, is open without
-        its catalog (`is_open`); it is opened as soon as it can be.
-
-        Raises:
-            CatalogError, ManifestError, ConfigError, BackendError: what the user has to mend
-                (`outage`); the message says how.
-        """
-        tier = cls(
-            config, manifest, tier_idx=tier_idx, rank_count=rank_count, system=system, pace=pace
-        )
-        try:
-            tier.begin()
-            tier.wait_open(OPEN_SECONDS_MAX)
-        except BaseException:
-            tier.close()
-            raise
-        return tier
 
     def begin(self) -> None:
         """Start the threads, which open the catalog; whoever called it closes what was started."""
@@ -184,7 +155,7 @@ class SecondaryTier:
         catalog = Catalog.open(
             self._config, self._manifest, rank_count=self._rank_count, system=self._system
         )
-        writer = CatalogWriter(catalog, self._pins, self._clock)
+        writer = CatalogWriter(catalog, self.pins, self._clock)
         writer.recover()
         return OpenCatalog(catalog, writer)
 
@@ -291,14 +262,20 @@ class SecondaryTier:
                 _logger.warning("locate failed: tier=%s cause=%s", self._name, error)
             raise
 
-    def request_places(self, ticket: int, keys: Sequence[OffloadKey], payload_bytes: int) -> None:
+    def request_places(
+        self,
+        ticket: int,
+        keys: Sequence[OffloadKey],
+        payload_bytes: int,
+        lost_segments: frozenset[int] = frozenset(),
+    ) -> None:
         """Ask for one place per key, all of `payload_bytes`; answered by `Placed` or `Refused`.
 
         Evicts in the tier's order as needed; waits (in the queue, not the caller) until the bytes
-        of victims were given back. Keys that are recorded or being written are left out. A ticket
-        with an empty `Placed` needs no `commit`.
+        of victims were given back. Keys that are recorded, but not in `lost_segments`, or are being
+        written are left out. A ticket with an empty `Placed` needs no `commit`.
         """
-        self._put(RequestPlaces(ticket, tuple(keys), payload_bytes))
+        self._put(RequestPlaces(ticket, tuple(keys), payload_bytes, lost_segments))
 
     def commit(self, ticket: int, failed: Collection[int] = ()) -> None:
         """Publish the records of a `Placed`, but for those that could not be written (by index)."""
@@ -335,18 +312,6 @@ class SecondaryTier:
         if manifest.namespace != self._namespace:
             self._namespace = manifest.namespace
             self._put(BeginEpoch(manifest.namespace, manifest.canonical_json))
-
-    def pin(self, keys: Sequence[OffloadKey]) -> None:
-        """Keep this process from evicting records while they are read (counted)."""
-        self._pins.update(keys)
-
-    def unpin(self, keys: Sequence[OffloadKey]) -> None:
-        """Undo one `pin` per key."""
-        pins = self._pins
-        pins.subtract(keys)
-        for key in set(keys):
-            if pins[key] <= 0:
-                del pins[key]
 
     def make_way(self, chunk_count: int, payload_bytes: int) -> None:
         """Evict as much as so many chunks take, although there is room for them.
@@ -434,13 +399,19 @@ class SecondaryTier:
         except (BackendError, CatalogError, ClosedError) as error:
             return [str(error)]
 
-    def sync(self) -> None:
+    def sync(self, lost_segments: AbstractSet[int] = frozenset()) -> None:
         """Flush the catalog to the device; for a thread that may wait.
+
+        What is recorded in `lost_segments`, whose payload is gone, is left for `take_lost`.
 
         Raises:
             BackendError: the device refused, there is no catalog, or it has not done a reset yet,
                 or its path was lost, with what was recorded there.
         """
+        if lost_segments:
+            with suppress(BackendError, CatalogError, ClosedError):
+                lost_segments = self._catalog.segments_in_use(lost_segments)
+            self._lost.append(lost_segments)
         self._require_reset()
         catalog = self._catalog
         try:
@@ -451,6 +422,10 @@ class SecondaryTier:
             self._doubted = catalog
             self._keeper.look()
             raise BackendError(f"secondary {self._config.name!r}: its path is lost")
+
+    def take_lost(self) -> frozenset[int]:
+        """Return the segments with records whose payload `sync` has found gone; each once."""
+        return frozenset().union(*take_all(self._lost))
 
     def _require_reset(self) -> None:
         """Try a reset once more that a failing catalog has not done."""

@@ -87,6 +87,12 @@ class Space:
         value = txn.get(_STATE_KEY, db=databases.state)
         return None if value is None else int.from_bytes(value[:8], "little")
 
+    @staticmethod
+    def has_records(txn: Transaction, databases: Databases, segment: int) -> bool:
+        """Return whether records lie in a segment, as a transaction finds it."""
+        value = txn.get(segment_key(segment), db=databases.segments)
+        return value is not None and SegmentRow.unpack(value).record_count > 0
+
     def segment(self, segment: int) -> SegmentRow:
         """Return the row of a segment, to be changed in place.
 

@@ -2,6 +2,7 @@
 
 import errno
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 
 from tierstore.backend.opening import BackendOpener, open_backend
 from tierstore.backend.protocol import Backend, RecordIo
@@ -89,6 +90,10 @@ class FaultyBackend:
             raise BackendError("injected fault: sync")
         self._backend.sync()
 
+    def lost_segments(self) -> AbstractSet[int]:
+        """Return what the backend says."""
+        return self._backend.lost_segments()
+
     def close(self) -> None:
         """Close the backend."""
         self._backend.close()
@@ -171,6 +176,10 @@ class PlannedBackend:
         """
         if self._require("sync") is None:
             self._backend.sync()
+
+    def lost_segments(self) -> AbstractSet[int]:
+        """Return what the backend says."""
+        return self._backend.lost_segments()
 
     def close(self) -> None:
         """Close the backend."""
