@@ -23,6 +23,7 @@ __all__ = [
     "TaskOrder",
     "is_pool_thread",
     "run_side_by_side",
+    "wait_for",
 ]
 
 _logger = bounded(logging.getLogger(__name__))
@@ -117,15 +118,28 @@ class _Thread(threading.Thread):
             ) from error
 
 
-def _wait_for(condition: threading.Condition, predicate: Callable[[], bool]) -> None:
-    """Wait without limit; a lack of memory does not end the thread that has nothing to do."""
+def wait_for(
+    condition: threading.Condition,
+    predicate: Callable[[], bool],
+    timeout_seconds: float | None = None,
+) -> bool:
+    """Wait as `Condition.wait_for` does, also where there is no memory for it.
+
+    The lock is taken once. Others may take it meanwhile, so that they can do what is waited for.
+    """
+    until = None if timeout_seconds is None else time.monotonic() + timeout_seconds
     while True:
+        left_seconds = None if until is None else max(0.0, until - time.monotonic())
         try:
-            condition.wait_for(predicate)
+            return condition.wait_for(predicate, left_seconds)
         except MemoryError:
+            if left_seconds == 0.0:
+                return False
+        condition.release()
+        try:
             time.sleep(_NO_MEMORY_SECONDS)
-        else:
-            return
+        finally:
+            condition.acquire()
 
 
 class IoPool:
@@ -192,7 +206,7 @@ class IoPool:
         _this_thread.is_pooled = True
         while True:
             with self._lock:
-                _wait_for(self._changed, lambda: bool(self._order) or self._is_closing)
+                wait_for(self._changed, lambda: bool(self._order) or self._is_closing)
                 task = self._order.take()
             if task is None:
                 return
@@ -276,8 +290,8 @@ class Mailbox(Generic[Item]):
     def wait_idle(self, timeout_seconds: float) -> bool:
         """Wait until nothing is queued or being handled; False: time is up."""
         with self._lock:
-            return self._condition.wait_for(
-                lambda: not self._items and not self._busy, timeout_seconds
+            return wait_for(
+                self._condition, lambda: not self._items and not self._busy, timeout_seconds
             )
 
     def close(self, timeout_seconds: float) -> bool:
@@ -296,7 +310,7 @@ class Mailbox(Generic[Item]):
         _this_thread.is_pooled = True
         while True:
             with self._lock:
-                _wait_for(self._condition, lambda: bool(self._items) or self._closed)
+                wait_for(self._condition, lambda: bool(self._items) or self._closed)
                 if not self._items:
                     return
                 batch, self._items = self._items, []

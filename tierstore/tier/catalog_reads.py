@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 from tierstore.bounded_log import bounded
 from tierstore.errors import TierStoreError
-from tierstore.io_pool import Mailbox
+from tierstore.io_pool import Mailbox, wait_for
 
 __all__ = ["CatalogReads", "Reading"]
 
@@ -97,8 +97,7 @@ class CatalogReads:
             if self.is_stuck(stuck_seconds) or time.monotonic() >= until:
                 return reading.is_done
             with self._lock:
-                if not reading.is_done:
-                    self._changed.wait(min(_SLICE_SECONDS, seconds))
+                wait_for(self._changed, lambda: reading.is_done, min(_SLICE_SECONDS, seconds))
         return True
 
     def is_stuck(self, seconds: float) -> bool:
