@@ -210,12 +210,16 @@ class IoPool:
                 task = self._order.take()
             if task is None:
                 return
-            try:
-                task()
-            except Exception:  # the outermost frame of a thread: a bug must not end the pool
-                with suppress(MemoryError):
-                    _logger.exception("I/O task failed: pool=%s", self._name)
+            _run_task(task, self._name)
             del task
+
+
+def _run_task(task: Callable[[], object], pool_name: str) -> None:
+    try:
+        task()
+    except Exception:  # the outermost frame of a thread: a bug must not end the pool
+        with suppress(MemoryError):
+            _logger.exception("I/O task failed: pool=%s", pool_name)
 
 
 def run_side_by_side(
@@ -223,15 +227,15 @@ def run_side_by_side(
 ) -> bool:
     """Run tasks, each in a thread of its own; False: some still run there when time is up.
 
-    Where the system starts no thread they run in this one, in order and as long as they take: what
-    has to be closed is closed even then.
+    They report their own outcome and must not raise. Where the system starts no thread, they run in
+    this one, one after the other, however long that takes: what must be closed is closed then, too.
     """
     pool = IoPool(len(tasks), name)
     try:
         pool.open()
-    except ConfigError:
+    except (ConfigError, MemoryError):
         for task in tasks:
-            task()
+            _run_task(task, name)
         return True
     for task in tasks:
         pool.submit_write(task)

@@ -6,7 +6,7 @@ import pytest
 
 from tierstore import io_pool
 from tierstore.errors import ConfigError
-from tierstore.io_pool import READS_IN_A_ROW_MAX, IoPool, Mailbox, TaskOrder
+from tierstore.io_pool import READS_IN_A_ROW_MAX, IoPool, Mailbox, TaskOrder, run_side_by_side
 
 
 def test_reads_go_before_writes_that_were_queued_earlier() -> None:
@@ -105,3 +105,30 @@ def test_a_thread_that_begins_too_late_is_an_error_of_ours(make, monkeypatch) ->
         assert thread._started.wait(60)
         thread.join(60)
         assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError()])
+def test_without_threads_tasks_run_one_after_the_other_and_none_is_left_out(
+    error, monkeypatch
+) -> None:
+    done: list[str] = []
+
+    def begin_none(_thread: threading.Thread) -> None:
+        raise error
+
+    def fail() -> None:
+        done.append("failed")
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(threading.Thread, "start", begin_none)
+    assert run_side_by_side([fail, lambda: done.append("closed")], "test", 60)
+    assert done == ["failed", "closed"]
+
+
+def test_tasks_side_by_side_wait_for_none_that_hangs() -> None:
+    may_go_on, done = threading.Event(), threading.Event()
+    try:
+        assert not run_side_by_side([may_go_on.wait, done.set], "test", 0.2)
+        assert done.wait(60)
+    finally:
+        may_go_on.set()
