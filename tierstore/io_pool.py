@@ -94,8 +94,9 @@ class _Beginning(threading.Event):
 class _Thread(threading.Thread):
     """A thread that does not keep the process from ending, and whose start is bounded."""
 
-    def __init__(self, run: Callable[[], None], name: str) -> None:
-        super().__init__(target=run, name=name, daemon=True)
+    def __init__(self, work: Callable[[], None], name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self._work: Callable[[], None] | None = work
         self._started = _Beginning()
 
     @property
@@ -107,15 +108,24 @@ class _Thread(threading.Thread):
         """Start it.
 
         Raises:
-            ConfigError: the system starts no more. It may begin later all the same.
+            ConfigError: the system starts no more. It may begin later all the same, and ends then.
         """
         try:
             self.start()
         except (RuntimeError, MemoryError) as error:
+            # The interpreter keeps it among those that are about to begin, perhaps for ever: taken
+            # out of them, it would end in a trace if it did. So it keeps nothing else alive.
+            self._work = None
             raise ConfigError(
                 f"io.threads: the system starts no thread '{self.name}' ({escaped(error)}); lower "
                 "io.threads, or raise what limits the process (ulimit -u, ulimit -v, the container)"
             ) from error
+
+    def run(self) -> None:
+        """Do its work; the interpreter calls it in the thread."""
+        work, self._work = self._work, None
+        if work is not None:
+            work()
 
 
 def wait_for(

@@ -1,5 +1,7 @@
+import gc
 import random
 import threading
+import weakref
 from collections import deque
 
 import pytest
@@ -94,11 +96,18 @@ def test_a_thread_that_begins_too_late_is_an_error_of_ours(make, monkeypatch) ->
             may_begin.wait()
         step(thread)
 
+    def open_in_vain() -> weakref.ref[object]:
+        made = make()
+        with pytest.raises(ConfigError, match="starts no thread"):
+            made.open()
+        return weakref.ref(made)
+
     monkeypatch.setattr(threading.Thread, "_set_native_id", begin_late)
     monkeypatch.setattr(io_pool, "_BEGIN_SECONDS_MAX", 1.0)
     try:
-        with pytest.raises(ConfigError, match="starts no thread"):
-            make().open()
+        made = open_in_vain()
+        gc.collect()
+        assert made() is None, "a thread that has not begun keeps it alive"
     finally:
         may_begin.set()
     for thread in begun:
