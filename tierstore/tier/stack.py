@@ -21,11 +21,11 @@ from tierstore.layout import GroupSpec
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters, Metric
 from tierstore.tier.cascade import Cascade
-from tierstore.tier.locator import NONE_TRIED, Locator
+from tierstore.tier.locator import Locator
 from tierstore.tier.primary import PrimaryTier
 from tierstore.tier.promotion import Promotions
 from tierstore.tier.readable import ReadableRecords
-from tierstore.tier.reservation import ChunkState, LoadReservation, OffloadReservation
+from tierstore.tier.reservation import NONE_TRIED, ChunkState, LoadReservation, OffloadReservation
 from tierstore.tier.residency import ResidencyLog
 from tierstore.tier.secondary import SecondaryTier
 from tierstore.transfer import Command, IntArray, JobId, Promote, TransferDone
