@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from tierstore.bounded_log import bounded
 from tierstore.gate import Gate
-from tierstore.io_pool import Mailbox
+from tierstore.io_pool import Mailbox, wait_for
 from tierstore.plane_loop import PlaneLoop
 
 __all__ = ["IdleCarrier"]
@@ -94,7 +94,7 @@ class IdleCarrier:
 
     def _is_stopped_within(self, seconds: float) -> bool:
         with self._lock:
-            return self._changed.wait_for(lambda: self._is_stopped, seconds)
+            return wait_for(self._changed, lambda: self._is_stopped, seconds)
 
     def _step(self) -> None:
         if self._is_stopped or not self._loop.has_messages():

@@ -23,6 +23,7 @@ __all__ = [
     "TaskOrder",
     "is_pool_thread",
     "run_side_by_side",
+    "wait_for",
 ]
 
 _logger = bounded(logging.getLogger(__name__))
@@ -93,8 +94,9 @@ class _Beginning(threading.Event):
 class _Thread(threading.Thread):
     """A thread that does not keep the process from ending, and whose start is bounded."""
 
-    def __init__(self, run: Callable[[], None], name: str) -> None:
-        super().__init__(target=run, name=name, daemon=True)
+    def __init__(self, work: Callable[[], None], name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self._work: Callable[[], None] | None = work
         self._started = _Beginning()
 
     @property
@@ -106,26 +108,48 @@ class _Thread(threading.Thread):
         """Start it.
 
         Raises:
-            ConfigError: the system starts no more. It may begin later all the same.
+            ConfigError: the system starts no more. It may begin later all the same, and ends then.
         """
         try:
             self.start()
         except (RuntimeError, MemoryError) as error:
+            # The interpreter keeps it among those that are about to begin, perhaps for ever: taken
+            # out of them, it would end in a trace if it did. So it keeps nothing else alive.
+            self._work = None
             raise ConfigError(
                 f"io.threads: the system starts no thread '{self.name}' ({escaped(error)}); lower "
                 "io.threads, or raise what limits the process (ulimit -u, ulimit -v, the container)"
             ) from error
 
+    def run(self) -> None:
+        """Do its work; the interpreter calls it in the thread."""
+        work, self._work = self._work, None
+        if work is not None:
+            work()
 
-def _wait_for(condition: threading.Condition, predicate: Callable[[], bool]) -> None:
-    """Wait without limit; a lack of memory does not end the thread that has nothing to do."""
+
+def wait_for(
+    condition: threading.Condition,
+    predicate: Callable[[], bool],
+    timeout_seconds: float | None = None,
+) -> bool:
+    """Wait as `Condition.wait_for` does, also where there is no memory for it.
+
+    The lock is taken once. Others may take it meanwhile, so that they can do what is waited for.
+    """
+    until = None if timeout_seconds is None else time.monotonic() + timeout_seconds
     while True:
+        left_seconds = None if until is None else max(0.0, until - time.monotonic())
         try:
-            condition.wait_for(predicate)
+            return condition.wait_for(predicate, left_seconds)
         except MemoryError:
+            if left_seconds == 0.0:
+                return False
+        condition.release()
+        try:
             time.sleep(_NO_MEMORY_SECONDS)
-        else:
-            return
+        finally:
+            condition.acquire()
 
 
 class IoPool:
@@ -192,16 +216,20 @@ class IoPool:
         _this_thread.is_pooled = True
         while True:
             with self._lock:
-                _wait_for(self._changed, lambda: bool(self._order) or self._is_closing)
+                wait_for(self._changed, lambda: bool(self._order) or self._is_closing)
                 task = self._order.take()
             if task is None:
                 return
-            try:
-                task()
-            except Exception:  # the outermost frame of a thread: a bug must not end the pool
-                with suppress(MemoryError):
-                    _logger.exception("I/O task failed: pool=%s", self._name)
+            _run_task(task, self._name)
             del task
+
+
+def _run_task(task: Callable[[], object], pool_name: str) -> None:
+    try:
+        task()
+    except Exception:  # the outermost frame of a thread: a bug must not end the pool
+        with suppress(MemoryError):
+            _logger.exception("I/O task failed: pool=%s", pool_name)
 
 
 def run_side_by_side(
@@ -209,15 +237,15 @@ def run_side_by_side(
 ) -> bool:
     """Run tasks, each in a thread of its own; False: some still run there when time is up.
 
-    Where the system starts no thread they run in this one, in order and as long as they take: what
-    has to be closed is closed even then.
+    They report their own outcome and must not raise. Where the system starts no thread, they run in
+    this one, one after the other, however long that takes: what must be closed is closed then, too.
     """
     pool = IoPool(len(tasks), name)
     try:
         pool.open()
-    except ConfigError:
+    except (ConfigError, MemoryError):
         for task in tasks:
-            task()
+            _run_task(task, name)
         return True
     for task in tasks:
         pool.submit_write(task)
@@ -276,8 +304,8 @@ class Mailbox(Generic[Item]):
     def wait_idle(self, timeout_seconds: float) -> bool:
         """Wait until nothing is queued or being handled; False: time is up."""
         with self._lock:
-            return self._condition.wait_for(
-                lambda: not self._items and not self._busy, timeout_seconds
+            return wait_for(
+                self._condition, lambda: not self._items and not self._busy, timeout_seconds
             )
 
     def close(self, timeout_seconds: float) -> bool:
@@ -296,7 +324,7 @@ class Mailbox(Generic[Item]):
         _this_thread.is_pooled = True
         while True:
             with self._lock:
-                _wait_for(self._condition, lambda: bool(self._items) or self._closed)
+                wait_for(self._condition, lambda: bool(self._items) or self._closed)
                 if not self._items:
                     return
                 batch, self._items = self._items, []

@@ -8,6 +8,7 @@ interpreter away: he alone waits then. What is left is the moment between the tw
 """
 
 import ctypes
+import errno
 import mmap
 import os
 from contextlib import ExitStack
@@ -41,14 +42,14 @@ class ReachedPages:
         """Map the files of an environment that is open.
 
         Raises:
-            OSError: they cannot be opened or mapped.
+            OSError: they cannot be opened or mapped, or somebody else has just cut them short.
         """
         self._copy = ctypes.create_string_buffer(_DATA_BYTES)
         lock_file = files.open_file(LIBRARY_LOCK_NAME, os.O_RDWR)
         self._files.callback(os.close, lock_file)
-        lock_map = mmap.mmap(lock_file, 0)
+        lock_map = _map(lock_file, 0, mmap.MAP_SHARED)
         self._files.callback(lock_map.close)
-        data_map = _map_private(files, _DATA_BYTES)
+        data_map = _map_meta_pages(files)
         self._files.callback(data_map.close)
         # The last byte of a page is padding: slots of readers are 64 bytes, and the last 40 unused.
         last = mmap.PAGESIZE - 1
@@ -71,13 +72,21 @@ class ReachedPages:
         self._files.close()
 
 
-def _map_private(files: Directory, size_bytes: int) -> mmap.mmap:
-    """Map the beginning of the data file; writable pages have an address for `ctypes`."""
+def _map_meta_pages(files: Directory) -> mmap.mmap:
+    """Map the beginning of the data file; only writable pages have an address for `ctypes`."""
     descriptor = files.open_file(_DATA_NAME, os.O_RDONLY)
     try:
-        return mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_PRIVATE)
+        return _map(descriptor, _DATA_BYTES, mmap.MAP_PRIVATE)
     finally:
         os.close(descriptor)
+
+
+def _map(descriptor: int, size_bytes: int, flags: int) -> mmap.mmap:
+    """Map so many bytes of a file, or all (0)."""
+    try:
+        return mmap.mmap(descriptor, size_bytes, flags=flags)
+    except ValueError as error:
+        raise OSError(errno.EIO, f"was cut short while it was opened: {error}") from error
 
 
 def _address(mapped: mmap.mmap) -> int:

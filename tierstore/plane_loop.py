@@ -18,8 +18,7 @@ from tierstore.flush import Flush
 from tierstore.key import OffloadKey
 from tierstore.metrics import Counters, Metric
 from tierstore.pace import TierPace, TierWait
-from tierstore.tier.locator import NONE_TRIED
-from tierstore.tier.reservation import LoadReservation
+from tierstore.tier.reservation import NONE_TRIED, LoadReservation
 from tierstore.tier.stack import TierStack
 from tierstore.transfer import Command, Demote, JobId, Load, Release, TransferDone
 

@@ -17,7 +17,6 @@ import numpy as np
 
 from tierstore.arrays import Rows, adjacent_runs, byte_rows, one_group, slot_rows
 from tierstore.backend.opening import BackendOpener, backend_opener
-from tierstore.catalog_reader import PendingAnswer
 from tierstore.config import StoreConfig
 from tierstore.errors import BackendError
 from tierstore.executor import TransferExecutor
@@ -29,6 +28,7 @@ from tierstore.planes import Patience, Planes
 from tierstore.retrieval import BATCHES_IN_FLIGHT, Retrieval
 from tierstore.store_input import no_memory, require_arguments, require_config
 from tierstore.tier.catalog import SecondaryStats
+from tierstore.tier.catalog_reads import Reading
 from tierstore.tier.opening import open_stack
 from tierstore.tier.reservation import ChunkState, OffloadReservation
 from tierstore.tier.secondary import SecondaryTier
@@ -303,11 +303,11 @@ class TierStore:
         self._planes.is_changing = True
         self._loop.pump()
         names = [tier.name for tier in self._config.secondary]
-        glances = self._ask(SecondaryTier.stats)
+        readings = self._ask(SecondaryTier.stats)
         return StoreStats(
             primary_chunk_count=len(self._stack.primary),
             primary_capacity_bytes=self._config.primary.capacity_bytes,
-            secondary={name: glance.taken() for name, glance in zip(names, glances, strict=True)},
+            secondary={name: read.answer() for name, read in zip(names, readings, strict=True)},
             counters=self._counters.snapshot(),
         )
 
@@ -326,9 +326,9 @@ class TierStore:
         self._loop.settle(lambda: not self._stack.has_work(), self._patience.check_seconds)
         problems = self._stack.check_memory()
         names = [tier.name for tier in self._config.secondary]
-        for name, answer in zip(names, self._ask(SecondaryTier.check), strict=True):
+        for name, reading in zip(names, self._ask(SecondaryTier.check), strict=True):
             try:
-                problems += answer.taken()
+                problems += reading.answer()
             except BackendError as error:
                 problems.append(f"tier {name} cannot be checked: {error}")
         return problems
@@ -401,13 +401,13 @@ class TierStore:
                 for slot, i in zip(target, reservation.indices[start:stop], strict=True):
                     slot[:] = rows[i]
 
-    def _ask(self, read: Callable[[SecondaryTier], Answer]) -> list[PendingAnswer[Answer]]:
+    def _ask(self, read: Callable[[SecondaryTier], Answer]) -> list[Reading[Answer]]:
         """Ask the catalogs, while others call; those that hang are not waited for long."""
-        answers = self._planes.reader.ask(read)
+        readings = self._planes.reader.ask(read)
         self._loop.settle_within(
-            lambda: all(answer.is_done for answer in answers), self._patience.check_seconds
+            lambda: all(reading.is_done for reading in readings), self._patience.check_seconds
         )
-        return answers
+        return readings
 
     def _batch_chunks(self, group_idx: int) -> int:
         spec = self._specs[group_idx]

@@ -111,7 +111,7 @@ def test_an_orphan_that_a_reset_has_left_holds_no_records(tmp_path):
     """
     harness = Harness(tmp_path)
     harness.store(*range(8))
-    listed = {segment: len(pages) for segment, pages in harness.disk.segments.items()}
+    listed = harness.listed()
     harness.writer.handle([ForgetNamespace(harness.manifest.namespace)])
     harness.take()
     harness.release()

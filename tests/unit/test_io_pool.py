@@ -1,12 +1,14 @@
+import gc
 import random
 import threading
+import weakref
 from collections import deque
 
 import pytest
 
 from tierstore import io_pool
 from tierstore.errors import ConfigError
-from tierstore.io_pool import READS_IN_A_ROW_MAX, IoPool, Mailbox, TaskOrder
+from tierstore.io_pool import READS_IN_A_ROW_MAX, IoPool, Mailbox, TaskOrder, run_side_by_side
 
 
 def test_reads_go_before_writes_that_were_queued_earlier() -> None:
@@ -94,14 +96,48 @@ def test_a_thread_that_begins_too_late_is_an_error_of_ours(make, monkeypatch) ->
             may_begin.wait()
         step(thread)
 
+    def open_in_vain() -> weakref.ref[object]:
+        made = make()
+        with pytest.raises(ConfigError, match="starts no thread"):
+            made.open()
+        return weakref.ref(made)
+
     monkeypatch.setattr(threading.Thread, "_set_native_id", begin_late)
     monkeypatch.setattr(io_pool, "_BEGIN_SECONDS_MAX", 1.0)
     try:
-        with pytest.raises(ConfigError, match="starts no thread"):
-            make().open()
+        made = open_in_vain()
+        gc.collect()
+        assert made() is None, "a thread that has not begun keeps it alive"
     finally:
         may_begin.set()
     for thread in begun:
         assert thread._started.wait(60)
         thread.join(60)
         assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError()])
+def test_without_threads_tasks_run_one_after_the_other_and_none_is_left_out(
+    error, monkeypatch
+) -> None:
+    done: list[str] = []
+
+    def begin_none(_thread: threading.Thread) -> None:
+        raise error
+
+    def fail() -> None:
+        done.append("failed")
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(threading.Thread, "start", begin_none)
+    assert run_side_by_side([fail, lambda: done.append("closed")], "test", 60)
+    assert done == ["failed", "closed"]
+
+
+def test_tasks_side_by_side_wait_for_none_that_hangs() -> None:
+    may_go_on, done = threading.Event(), threading.Event()
+    try:
+        assert not run_side_by_side([may_go_on.wait, done.set], "test", 0.2)
+        assert done.wait(60)
+    finally:
+        may_go_on.set()

@@ -4,12 +4,29 @@ import resource
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 
 from tierstore.errors import BackendError
 from tierstore.lmdb_env import LmdbEnv
+
+TRY_TO_LOCK = textwrap.dedent("""
+    import fcntl, sys
+
+    with open(sys.argv[1], "r+b") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
+        except BlockingIOError:
+            print("locked")
+""")
+
+
+def _is_locked(path: Path) -> bool:
+    """Return whether another process may not lock the first byte of a file."""
+    command = [sys.executable, "-c", TRY_TO_LOCK, str(path)]
+    return bool(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
 
 
 def test_the_lock_file_has_no_holes(tmp_path: Path):
@@ -57,10 +74,9 @@ def test_a_removed_environment_that_is_still_open_has_no_part_in_the_new_one(tmp
     # It must not touch the lock file: that would drop the locks of the new one.
     old.close()
     assert not (path / "seal.bin").exists()
-    locked = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+b'), fcntl.LOCK_EX | 4, 1)"
-    command = [sys.executable, "-c", locked, path / "lock.mdb"]
-    assert subprocess.run(command, capture_output=True, check=False).returncode == 1
+    assert _is_locked(path / "lock.mdb")
     new.close()
+    assert not _is_locked(path / "lock.mdb")
     assert (path / "seal.bin").exists()
 
 
@@ -97,7 +113,6 @@ def _open_with_descriptors(path: Path, count: int) -> BackendError | None:
 
 def test_an_opening_that_failed_takes_no_locks_from_the_next_one(tmp_path: Path):
     # Whoever keeps its exception keeps the frames that it went through, and what lies in them.
-    locked = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+b'), fcntl.LOCK_EX | 4, 1)"
     LmdbEnv.open(tmp_path, map_bytes=1 << 20).close()
     failures = []
     while (failure := _open_with_descriptors(tmp_path, len(failures))) is not None:
@@ -105,10 +120,8 @@ def test_an_opening_that_failed_takes_no_locks_from_the_next_one(tmp_path: Path)
         assert len(failures) < 100
     assert len(failures) > 5
     env = LmdbEnv.open(tmp_path, map_bytes=1 << 20)
-    failure = None
     failures.clear()
     gc.collect()
-    command = [sys.executable, "-c", locked, tmp_path / "lock.mdb"]
-    is_locked = subprocess.run(command, capture_output=True, check=False).returncode == 1
+    is_locked = _is_locked(tmp_path / "lock.mdb")
     env.close()
     assert is_locked

@@ -207,6 +207,15 @@ def test_a_chunk_that_no_tier_can_read_is_retried_once_in_each(two_disks):
     tiers.assert_all_slots_can_be_had()
 
 
+@pytest.mark.parametrize(("tried", "asked_count"), [(None, 2), (0, 1), (1, 0)])
+def test_a_retry_looks_ahead_in_later_tiers_only(two_disks, tried, asked_count):
+    (key,) = keys(1)
+    waits = two_disks.stack.look_ahead([key], {} if tried is None else {key: tried})
+    for wait in waits:
+        wait()
+    assert len(waits) == asked_count
+
+
 def test_a_retry_asks_the_next_tier_even_if_the_first_is_offered_again_at_once(two_disks):
     tiers = two_disks
     load = begin(tiers, 1)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tierstore.bounded_log import bounded
 from tierstore.errors import BackendError, CatalogError, ClosedError, TierStoreError
-from tierstore.io_pool import IoPool
+from tierstore.io_pool import IoPool, wait_for
 from tierstore.tier.catalog import Catalog
 from tierstore.tier.catalog_writer import CatalogWriter
 from tierstore.tier.outage import may_pass
@@ -137,7 +137,7 @@ class CatalogKeeper:
             TierStoreError: the user has to mend something (`outage`); nothing is tried any more.
         """
         with self._lock:
-            self._changed.wait_for(lambda: self._is_first_over, max(0.0, seconds))
+            wait_for(self._changed, lambda: self._is_first_over, max(0.0, seconds))
             error, is_over = self._first_error, self._is_first_over
             self._is_waited_for = False
         if error is not None and not may_pass(error):
@@ -173,11 +173,12 @@ class CatalogKeeper:
                 pause = self._pace.pause_seconds_min
             self._pause(self._pace.look_seconds)
             if not self._is_closing:
-                self._look_after()
+                with suppress(MemoryError):  # the next look comes soon
+                    self._look_after()
 
     def _pause(self, seconds: float) -> None:
         with self._lock:
-            self._changed.wait_for(lambda: self._is_closing or self._is_wanted, seconds)
+            wait_for(self._changed, lambda: self._is_closing or self._is_wanted, seconds)
             self._is_wanted = False
 
     def _try_to_open(self) -> bool:
@@ -242,16 +243,15 @@ class CatalogKeeper:
         if opened is None:
             return
         if opened.catalog.is_lost():
-            self._opened = None
             self._complain(f"{self._path}: was removed, moved or unmounted while it was in use")
             is_given_up = threading.Event()
             with suppress(ClosedError):
                 self._tell(CatalogLost(opened, is_given_up))
+            self._opened = None
             # What a rank writes later is found by a search for orphans.
             until = time.monotonic() + _GIVE_UP_SECONDS_MAX
-            while not (self._is_closing or is_given_up.wait(_WAIT_SECONDS)):
-                if time.monotonic() >= until:
-                    break
+            while not (self._is_closing or is_given_up.is_set() or time.monotonic() >= until):
+                self._pause(_WAIT_SECONDS)
         elif time.monotonic() >= self._orphans_at:
             self._orphans_at = time.monotonic() + self._pace.orphans_seconds
             with suppress(BackendError, ClosedError):  # the next search may see more

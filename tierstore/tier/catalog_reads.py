@@ -9,11 +9,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 from tierstore.bounded_log import bounded
-from tierstore.errors import TierStoreError
-from tierstore.io_pool import Mailbox
+from tierstore.errors import BackendError, TierStoreError
+from tierstore.io_pool import Mailbox, wait_for
 
 __all__ = ["CatalogReads", "Reading"]
 
@@ -43,12 +44,19 @@ class Reading(Generic[Answer]):
         except TierStoreError as error:
             self._error = error
         except Exception as error:  # the outermost frame of a thread: a bug must not end it
-            _logger.exception("read of a catalog failed")
             self._error = error
+            with suppress(MemoryError):
+                _logger.exception("read of a catalog failed")
         self.is_done = True
 
     def answer(self) -> Answer:
-        """Return the answer of a read that is done, or raise what it raised."""
+        """Return the answer, or raise what the read raised.
+
+        Raises:
+            BackendError: it is not done.
+        """
+        if not self.is_done:
+            raise BackendError("its catalog does not answer; check the health of the device")
         if self._error is not None:
             raise self._error
         return self._answer[0]
@@ -97,8 +105,7 @@ class CatalogReads:
             if self.is_stuck(stuck_seconds) or time.monotonic() >= until:
                 return reading.is_done
             with self._lock:
-                if not reading.is_done:
-                    self._changed.wait(min(_SLICE_SECONDS, seconds))
+                wait_for(self._changed, lambda: reading.is_done, min(_SLICE_SECONDS, seconds))
         return True
 
     def is_stuck(self, seconds: float) -> bool:

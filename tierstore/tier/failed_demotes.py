@@ -26,7 +26,8 @@ class FailedDemotes:
     def __init__(self) -> None:
         self._refused: dict[OffloadKey, str] = {}
         self._unasked: dict[OffloadKey, str] = {}
-        """The write queue was full. Newer chunks have its room, until somebody flushes."""
+        """The write queue was full, and newer chunks have its room, or the catalog was lost: until
+        somebody flushes."""
         self._retrying: dict[OffloadKey, str] = {}
         """To be asked for again; with what became of them last."""
         self._asked: set[OffloadKey] = set()

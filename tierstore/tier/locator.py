@@ -2,18 +2,14 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from types import MappingProxyType
 
 from tierstore.key import OffloadKey
 from tierstore.tier.lookup import ASKED_AT_ONCE_MAX
 from tierstore.tier.primary import PrimaryTier
 from tierstore.tier.readable import ReadableRecords
-from tierstore.tier.reservation import ChunkState
+from tierstore.tier.reservation import NONE_TRIED, ChunkState, untried
 
-__all__ = ["NONE_TRIED", "Locator", "untried"]
-
-NONE_TRIED: Mapping[OffloadKey, int] = MappingProxyType({})
-"""No tier has failed to bring any chunk."""
+__all__ = ["Locator"]
 
 
 class Locator:
@@ -169,13 +165,6 @@ class Locator:
             else (ChunkState.ARRIVING if self.is_busy(key) else ChunkState.ABSENT)
             for key, slot in zip(keys, slots, strict=True)
         ]
-
-
-def untried(
-    keys: Sequence[OffloadKey], tried: Mapping[OffloadKey, int], tier_idx: int
-) -> Sequence[OffloadKey]:
-    """Return the chunks that a tier may be asked for: no later one was asked, nor itself."""
-    return [key for key in keys if tried.get(key, -1) < tier_idx] if tried else keys
 
 
 def _absent(states: Sequence[ChunkState]) -> list[int]:

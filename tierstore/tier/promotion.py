@@ -11,10 +11,9 @@ from tierstore.key import OffloadKey
 from tierstore.layout import GroupSpec
 from tierstore.metrics import Counters, Metric
 from tierstore.tier.cascade import Cascade
-from tierstore.tier.locator import NONE_TRIED, untried
 from tierstore.tier.primary import PrimaryTier
 from tierstore.tier.readable import ReadableRecords
-from tierstore.tier.reservation import LoadReservation
+from tierstore.tier.reservation import NONE_TRIED, LoadReservation, untried
 from tierstore.tier.residency import ResidencyLog
 from tierstore.tier.secondary import SecondaryTier
 from tierstore.transfer import FailureReason, JobId, Place, Promote, TransferDone

@@ -1,7 +1,8 @@
 """What the tier stack answers: where chunks are, and what was set aside for a transfer."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import IntEnum
+from types import MappingProxyType
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -9,7 +10,10 @@ import numpy as np
 from tierstore.key import OffloadKey
 from tierstore.transfer import IntArray, JobId, Promote
 
-__all__ = ["ChunkState", "LoadReservation", "OffloadReservation"]
+__all__ = ["NONE_TRIED", "ChunkState", "LoadReservation", "OffloadReservation", "untried"]
+
+NONE_TRIED: Mapping[OffloadKey, int] = MappingProxyType({})
+"""No tier has failed to bring any chunk."""
 
 
 class ChunkState(IntEnum):
@@ -75,3 +79,10 @@ class LoadReservation(NamedTuple):
         """Return the chunks that did not come (`TransferDone.failed`), each with its tier."""
         promoted = [(key, promote.tier_idx) for promote in self.promotes for key in promote.keys]
         return dict(promoted[i] for i in failed)
+
+
+def untried(
+    keys: Sequence[OffloadKey], tried: Mapping[OffloadKey, int], tier_idx: int
+) -> Sequence[OffloadKey]:
+    """Return the chunks that a tier may be asked for: no later one was asked, nor itself."""
+    return [key for key in keys if tried.get(key, -1) < tier_idx] if tried else keys

@@ -21,11 +21,11 @@ from tierstore.layout import GroupSpec
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters, Metric
 from tierstore.tier.cascade import Cascade
-from tierstore.tier.locator import NONE_TRIED, Locator
+from tierstore.tier.locator import Locator
 from tierstore.tier.primary import PrimaryTier
 from tierstore.tier.promotion import Promotions
 from tierstore.tier.readable import ReadableRecords
-from tierstore.tier.reservation import ChunkState, LoadReservation, OffloadReservation
+from tierstore.tier.reservation import NONE_TRIED, ChunkState, LoadReservation, OffloadReservation
 from tierstore.tier.residency import ResidencyLog
 from tierstore.tier.secondary import SecondaryTier
 from tierstore.transfer import Command, IntArray, JobId, Promote, TransferDone
@@ -376,18 +376,17 @@ class TierStack:
         victims = self._primary.victims(shortage, cascade.in_flight)
         return cascade.record_victims([key for key in victims if key not in self._doomed])
 
-    def demote_coldest(self, count: int, tier_idx: int | None = None) -> int:
-        """Ask every `on_evict` tier, or `tier_idx` alone, to record the `count` coldest chunks.
+    def demote_coldest(self, count: int) -> int:
+        """Ask every `on_evict` tier to record the `count` coldest chunks.
 
         Returns how many of them are not recorded yet.
         """
-        cascades = self._cascades if tier_idx is None else [self._cascades[tier_idx]]
-        if not count or not any(cascade.records_victims for cascade in cascades):
+        if not count or not any(cascade.records_victims for cascade in self._cascades):
             return 0
         coldest = self._primary.coldest(count)
         if self._doomed:
             coldest = [key for key in coldest if key not in self._doomed]
-        return sum(cascade.record_victims(coldest) for cascade in cascades)
+        return sum(cascade.record_victims(coldest) for cascade in self._cascades)
 
     def demote_resident(self, tier_idx: int, keys: Sequence[OffloadKey]) -> int:
         """Ask an `on_evict` tier to record those of some chunks that are in memory.

@@ -1,0 +1,23 @@
+"""The pages that a reader touches before the library does."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tierstore.directory import Directory
+from tierstore.lmdb_env import LmdbEnv
+from tierstore.lmdb_reach import ReachedPages
+
+
+@pytest.mark.parametrize(("name", "size"), [("data.mdb", 0), ("data.mdb", 4096), ("lock.mdb", 0)])
+def test_a_file_that_is_cut_short_while_it_is_opened_is_an_error_of_the_device(
+    tmp_path: Path, name: str, size: int
+):
+    LmdbEnv.open(tmp_path, map_bytes=1 << 20).close()
+    os.truncate(tmp_path / name, size)
+    files, pages = Directory.open(tmp_path), ReachedPages()
+    with pytest.raises(OSError, match="was cut short"):
+        pages.map(files)
+    pages.close()
+    files.close()
