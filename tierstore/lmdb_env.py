@@ -272,26 +272,33 @@ class LmdbEnv:
         Raises:
             BackendError: the library failed.
         """
-        with self._translated():
-            self._system.reach(DatabasePoint.READ)
-            self._pages.reach()
-            with self._env.begin(db=database) as txn:
-                yield txn
-                self._pages.reach_readers()
+        with self._reading(), self._env.begin(db=database) as txn, self._reaching_readers():
+            yield txn
 
     @contextmanager
-    def read_views(self, database: Database | None = None) -> Iterator[ViewTransaction]:
+    def read_views(self) -> Iterator[ViewTransaction]:
         """Run a read transaction whose values are views into the map, dead when it ends.
 
         Raises:
             BackendError: the library failed.
         """
+        with self._reading(), self._env.begin(buffers=True) as txn, self._reaching_readers():
+            yield txn
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
         with self._translated():
             self._system.reach(DatabasePoint.READ)
             self._pages.reach()
-            with self._env.begin(db=database, buffers=True) as txn:
-                yield txn
-                self._pages.reach_readers()
+            yield
+
+    @contextmanager
+    def _reaching_readers(self) -> Iterator[None]:
+        """Reach what the end of a read transaction writes to, however its block ends."""
+        try:
+            yield
+        finally:
+            self._pages.reach_readers()
 
     @contextmanager
     def write(self, database: Database | None = None) -> Iterator[Transaction]:

@@ -5,7 +5,6 @@ import os
 import stat
 import struct
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -151,18 +150,21 @@ def test_an_opening_lock_of_an_earlier_release_is_waited_for(tmp_path):
 
 
 def test_who_stands_still_while_it_takes_its_turn_loses_it_to_nobody(tmp_path, monkeypatch):
-    """One opener stands still before it locks the byte; the other would replace the file for it."""
-    set_byte, replace = fcntl.fcntl, lmdb_lock._replace
-    slow_is_inside, inside, inside_max = threading.Event(), set(), []
+    """Between its two locks. The other one would replace the file, a moment too late."""
+    lock_byte, unlink = fcntl.fcntl, Directory.unlink
+    stands_still, would_replace, is_inside = (threading.Event() for _ in range(3))
+    inside, inside_max = set(), []
 
-    def set_late(descriptor, command, *rest):
+    def lock_late(descriptor, command, *rest):
         if threading.current_thread().name == "slow" and command == fcntl.F_OFD_SETLK:
-            time.sleep(3 * lmdb_lock._BLOCKED_SECONDS)
-        return set_byte(descriptor, command, *rest)
+            stands_still.set()
+            would_replace.wait(10 * lmdb_lock._BLOCKED_SECONDS)
+        return lock_byte(descriptor, command, *rest)
 
-    def replace_late(*where):
-        slow_is_inside.wait(10)
-        replace(*where)
+    def unlink_late(directory, name):
+        would_replace.set()
+        is_inside.wait(60)
+        unlink(directory, name)
 
     def take_turn():
         name = threading.current_thread().name
@@ -170,18 +172,18 @@ def test_who_stands_still_while_it_takes_its_turn_loses_it_to_nobody(tmp_path, m
             inside.add(name)
             inside_max.append(len(inside))
             if name == "slow":
-                slow_is_inside.set()
-                time.sleep(1)
+                is_inside.set()
+                threads[1].join(10 * lmdb_lock._BLOCKED_SECONDS)
             inside.discard(name)
 
-    monkeypatch.setattr(fcntl, "fcntl", set_late)
-    monkeypatch.setattr(lmdb_lock, "_replace", replace_late)
+    monkeypatch.setattr(fcntl, "fcntl", lock_late)
+    monkeypatch.setattr(Directory, "unlink", unlink_late)
     threads = [threading.Thread(target=take_turn, name=name) for name in ("slow", "quick")]
     threads[0].start()
-    time.sleep(lmdb_lock._BLOCKED_SECONDS / 2)
+    stands_still.wait(60)
     threads[1].start()
     for thread in threads:
-        thread.join()
+        thread.join(60)
     assert inside_max == [1, 1]
 
 

@@ -13,9 +13,7 @@ def find_leaks(half: Any, worker: Any) -> list[str]:
         problems.append(f"{len(stack.primary._pins)} chunks stay pinned in memory")
     if stack.primary.arriving:
         problems.append(f"{len(stack.primary.arriving)} chunks stay arriving")
-    problems += [
-        f"{len(tier.pins)} records stay pinned" for tier in stack.secondaries if tier.pins
-    ]
+    problems += [f"{len(tier.pins)} records stay pinned" for tier in stack.secondaries if tier.pins]
     if worker._open_jobs or worker._load_requests:
         problems.append("the worker half has jobs that nobody answers")
     return problems

@@ -306,8 +306,8 @@ class Cascade:
     def on_catalog_lost(self) -> None:
         """Take note that the tier's records are gone: what is in memory is to be recorded again."""
         if not self.records_victims:  # the next flush asks such a tier for all of them
-            # What is on its way is answered as refused.
-            lost = self._asked_for() - self._demotes.held_keys()
+            held = self._demotes.held_keys()
+            lost = [key for key in self._asked_for() if key not in held]  # they are refused
             self._failures.note_unasked(lost, "catalog_lost")
         self._settled &= self._in_flight
 
@@ -327,11 +327,12 @@ class Cascade:
             self._settled &= self._in_flight
         return bool(lost_segments)
 
-    def _asked_for(self) -> set[OffloadKey]:
-        """Return the chunks in memory that the tier was asked to record."""
+    def _asked_for(self) -> list[OffloadKey]:
+        """Return the chunks in memory that the tier was asked to record, the hottest first."""
+        resident = self._primary.coldest(len(self._primary))[::-1]
         if self._config.cascade == "write_through":
-            return set(self._primary.coldest(len(self._primary)))
-        return set(self._settled)
+            return resident
+        return [key for key in resident if key in self._settled]
 
     def forget_resident(self) -> None:
         """Forget what was known of chunks in memory; demotes on their way go on (reset)."""
