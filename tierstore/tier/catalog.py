@@ -188,6 +188,7 @@ class Catalog:
             with env.write() as txn:
                 is_suspect = env.admission.is_suspect
                 require_version(txn, databases, config, is_suspect=is_suspect)
+                _verify_page_counts(txn, databases, env.used_bytes() // PAGE_BYTES)
                 is_unknown = must_verify(txn, databases, env.admission)
                 units = enter_units(txn, databases, units, is_certain=is_certain)
                 geometry = SpaceGeometry.of(config, manifest, rank_count, units)
@@ -421,6 +422,13 @@ class Catalog:
 def _refuse(foreign: str) -> None:
     if foreign:
         raise BackendForeignError(foreign)
+
+
+def _verify_page_counts(txn: Transaction, databases: Databases, file_pages: int) -> None:
+    # The library stores what each tree takes and believes it ever after, and so does every budget.
+    live_pages = count_live_pages(txn, databases)
+    if live_pages > file_pages + GROWTH_PAGES:
+        raise CatalogDamagedError(f"rows take {live_pages} pages of a file of {file_pages}")
 
 
 def _verify_rows(txn: Transaction, databases: Databases, geometry: SpaceGeometry) -> None:
