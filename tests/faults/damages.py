@@ -48,11 +48,18 @@ class DamagedStores:
         """Damage a copy (seed 0: not at all) and use it; return what was done and came of it."""
         dice = random.Random(seed)
         state = dice.choice(["closed", "killed"])
-        path = self.folder / f"copy-{seed}"
+
+        def damage(path):
+            return [spoil(dice, path) for _ in range(dice.randint(1, 3))] if seed else []
+
+        return {"seed": seed, **self.run_damaged(state, damage)}
+
+    def run_damaged(self, state: str, damage) -> dict:
+        """Use a copy in which `damage(path)` was done; return that and what came of it."""
+        path = self.folder / "copy"
         shutil.copytree(self.templates[state], path)
         counts = Counter(tries=1)
-        done = [spoil(dice, path) for _ in range(dice.randint(1, 3))] if seed else []
-        answer = {"seed": seed, "damages": done, "state": state, "problems": []}
+        answer = {"damages": damage(path), "state": state, "problems": []}
         started = time.monotonic()
         try:
             self._use(path, counts, answer["problems"])

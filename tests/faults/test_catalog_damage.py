@@ -3,7 +3,9 @@
 import pytest
 from store_kit import MIB, Chunks, config_of, du, misses
 
+from tierstore.directory import Directory
 from tierstore.lmdb_env import LmdbEnv
+from tierstore.lmdb_file import seal
 from tierstore.tier.catalog_schema import Databases
 from tierstore.tier.space import Space
 
@@ -77,6 +79,60 @@ def test_a_flipped_bit_that_only_free_pages_hold_costs_nothing(tmp_path, chunks,
         assert DISCARDED not in store.stats().counters
         assert chunks.found(store, NUMBERS) == found
         assert store.check() == []
+
+
+@pytest.fixture(params=["file", "lmdb"])
+def roomy(tmp_path, chunks, request):
+    """A tier with room, that holds a few chunks; closed in order."""
+    config = config_of(tmp_path / "tier", backend=request.param, primary="2MiB", capacity="24MiB")
+    with chunks.open(config) as store:
+        chunks.put(store, FEW[:20])
+    return config
+
+
+def damage_count_of_owners(directory, count_at):
+    """Make a count enormous that the library keeps of the database of owners.
+
+    Nobody has the path open, so that it is empty, and has no page that would contradict.
+    """
+    data = directory / "data.mdb"
+    content = bytearray(data.read_bytes())
+    rows = [at for at in range(len(content)) if content.startswith(b"owners", at)]
+    assert rows
+    for row in rows:  # that in use, and older ones in pages that are free
+        content[row + len(b"owners") + count_at + 7] ^= 0x80
+    data.write_bytes(content)
+
+
+def is_in_use(roomy, chunks):
+    """Return whether a tier stores what it is given, and finds it again."""
+    for numbers in (NEW[:20], NEW[20:40]):
+        with chunks.open(roomy) as store:
+            chunks.put(store, numbers)
+            store.flush()
+            assert store.check() == []
+    with chunks.open(roomy) as store:
+        return chunks.found(store, NEW[:40]) == list(NEW[:40])
+
+
+@pytest.mark.parametrize("count_at", range(8, 40, 8))
+def test_a_damaged_page_count_of_an_empty_database_leaves_the_tier_in_use(
+    tmp_path, chunks, roomy, count_at
+):
+    damage_count_of_owners(tmp_path / "tier" / "catalog", count_at)
+    assert is_in_use(roomy, chunks)
+
+
+@pytest.mark.parametrize("count_at", [8, 16, 24])
+def test_a_damaged_page_count_that_was_sealed_leaves_the_tier_in_use(
+    tmp_path, chunks, roomy, count_at
+):
+    """Who opened it before this was looked for has closed it in order."""
+    path = tmp_path / "tier" / "catalog"
+    damage_count_of_owners(path, count_at)
+    with Directory.open(path) as directory:
+        seal(directory)
+    assert is_in_use(roomy, chunks)
 
 
 def test_rows_that_contradict_each_other_start_anew(tmp_path, chunks, stored):

@@ -1,6 +1,7 @@
 """Random damage to any file of a store: never a wrong byte, never a dead process or tier."""
 
 import random
+import struct
 
 import pytest
 from campaign import run_campaign
@@ -36,6 +37,35 @@ def test_random_damage_brings_no_wrong_byte_and_ends_no_process(tmp_path, backen
 def test_a_tier_with_random_damage_is_in_use_again_without_a_hand(tmp_path, backend):
     found = run_campaign(f"damage-{backend}", range(1, 61), folder=tmp_path)
     assert found.failures == []
+
+
+@pytest.mark.parametrize("state", ["closed", "killed"])
+def test_a_damaged_number_in_the_row_of_a_catalog_leaves_its_tier_in_use(tmp_path, backend, state):
+    """Method: of each number that its first row holds, the highest bit, or that of 32, is flipped.
+
+    What is given out next, what kind of tier it is: nothing else says so, and nobody counts on
+    from there.
+    """
+    stores = DamagedStores(tmp_path, backend)
+    row = b"state" + struct.pack("<QQQ", 2, backend == "lmdb", 1)
+    field_count = 13
+
+    def flip(at):
+        def damage(path):
+            data = path / "catalog" / "data.mdb"
+            content = bytearray(data.read_bytes())
+            starts = [i for i in range(len(content)) if content.startswith(row, i)]
+            for start in starts:  # the row in use, and older ones in pages that are free
+                content[start + len(b"state") + at] ^= 0x80
+            data.write_bytes(content)
+            return [len(starts)]
+
+        return damage
+
+    for at in [*range(7, 8 * field_count, 8), *range(4, 8 * field_count, 8)]:
+        answer = stores.run_damaged(state, flip(at))
+        assert answer["damages"] > [0]
+        assert answer["problems"] == [], (at // 8, at % 8)
 
 
 @pytest.mark.exhaustive

@@ -8,7 +8,7 @@ from store_kit import MIB, Chunks, config_of, misses
 from waiting import within_seconds
 
 from tierstore import TierStore
-from tierstore.testing.faults import ReadFaults, unreadable_opener
+from tierstore.testing.faults import FaultPlan, FaultRule, ReadFaults, unreadable_opener
 from tierstore.transfer import FailureReason
 
 CHUNKS = Chunks(65_536)
@@ -211,3 +211,62 @@ def test_what_a_hung_read_holds_comes_back(tmp_path):
         out = np.zeros((32, CHUNKS.chunk_bytes), np.uint8)
         assert all(store.get(CHUNKS.keys(everything), out))
         assert store.stats().primary_chunk_count == 32
+
+
+def stopped_reads(at_bytes, **which):
+    """Reads of segments that stop behind so many bytes, without an error."""
+    return [
+        FaultRule(kind="short", calls=(call,), files=files, at_bytes=at_bytes, **which)
+        for call, files in (("preadv", "*.seg"), ("copy_mapped", "*"))
+    ]
+
+
+@contextmanager
+def opened_over(path, mode, plan):
+    """Open a store over a disk that fails as a plan says, and holds some chunks."""
+    config = config_of(path, primary="2MiB", io={"threads": 1, "mode": mode})
+    if not path.exists():
+        with CHUNKS.open(config) as store:
+            CHUNKS.put(store, ONES)
+    with TierStore.open(config, CHUNKS.manifest, open_system=plan.open_system) as store:
+        yield store
+
+
+@pytest.mark.parametrize("mode", ["direct", "buffered", "mmap"])
+@pytest.mark.parametrize("at_bytes", [0, 1, 4095])
+def test_records_whose_reads_stop_before_their_end_are_there_when_the_device_is_sound(
+    tmp_path, mode, at_bytes
+):
+    """The file goes on behind the bytes that came: nothing is absent."""
+    plan = FaultPlan()
+    with opened_over(tmp_path / "tier", mode, plan) as store:
+        plan.inject(*stopped_reads(at_bytes))
+        assert CHUNKS.found(store, ONES) == []
+        assert plan.strike_count
+        assert "absent" not in misses(store)
+    with opened_over(tmp_path / "tier", mode, FaultPlan()) as store:
+        assert CHUNKS.found(store, ONES) == list(ONES)
+
+
+@pytest.mark.parametrize("mode", ["direct", "buffered", "mmap"])
+@pytest.mark.parametrize("at_bytes", [1, 4095, 4097, 65_537])
+def test_a_read_that_stops_once_costs_nothing(tmp_path, mode, at_bytes):
+    for nth in (1, 2):
+        plan = FaultPlan()
+        with opened_over(tmp_path / "tier", mode, plan) as store:
+            plan.inject(*stopped_reads(at_bytes, nth=nth, times=1))
+            assert CHUNKS.found(store, ONES) == list(ONES)
+            assert plan.strike_count
+
+
+@pytest.mark.parametrize("mode", ["direct", "buffered", "mmap"])
+def test_records_behind_the_end_of_their_file_are_absent(tmp_path, mode):
+    with opened_over(tmp_path / "tier", mode, FaultPlan()):
+        pass
+    for segment in (tmp_path / "tier" / "rank0").glob("*.seg"):
+        with segment.open("r+b") as file:
+            file.truncate(4096 + 65_536 + 100)
+    with opened_over(tmp_path / "tier", mode, FaultPlan()) as store:
+        found = CHUNKS.found(store, ONES)
+        assert len(found) == 1
+        assert misses(store) == {"absent": len(ONES) - 1}

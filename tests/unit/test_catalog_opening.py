@@ -1,6 +1,7 @@
 """What a catalog says when it is opened on a path that does not fit."""
 
 import dataclasses
+import struct
 
 import pytest
 from catalog_harness import MIB, Harness
@@ -8,6 +9,9 @@ from catalog_harness import MIB, Harness
 from tierstore.errors import ConfigError, ManifestError
 from tierstore.manifest import Manifest
 from tierstore.tier.catalog import Catalog
+from tierstore.tier.catalog_opening import enter_owner
+from tierstore.tier.catalog_schema import StateRow
+from tierstore.tier.owners import OwnerLock
 
 
 def open_with(harness, manifest):
@@ -68,3 +72,16 @@ def test_a_file_that_is_no_catalog_is_started_anew(tmp_path):
     assert harness.located(*range(8)) == [True] * 8
     assert not harness.catalog.damage
     harness.catalog.close()
+
+
+def test_an_owner_who_cannot_be_entered_locks_no_number(tmp_path):
+    """Goal: the next try, which is given the same number, is not kept out by the first one."""
+    harness = Harness(tmp_path)
+    catalog, config = harness.catalog, harness.catalog._config
+    number = 1 << 32  # no row has room for it
+    state = StateRow(2, 0, 1, next_owner=number)
+    with pytest.raises(struct.error), catalog._env.write() as txn:
+        enter_owner(txn, catalog._databases, config, harness.manifest, state)
+    lock = OwnerLock.create(config.path / "owners", number)
+    lock.close()
+    catalog.close()

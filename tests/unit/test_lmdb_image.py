@@ -157,7 +157,7 @@ DAMAGE = {
     "depth": (lambda i: (meta_at(i, "main") + db_at("depth"), 2, 2), "page header"),
     "no depth": (lambda i: (meta_at(i, "main") + db_at("depth"), 0, 2), "depth"),
     "entries": (lambda i: (i.row_at + db_at("entries"), 1 << 20, 8), "entries is 1048576"),
-    "branches": (lambda i: (i.rows_at + db_at("branch_pages"), 7, 8), "count of branches"),
+    "branches": (lambda i: (i.rows_at + db_at("branch_pages"), 7, 8), "branch_pages is 7"),
     "flags of a database": (lambda i: (i.row_at + db_at("flags"), 4, 2), "large: flags"),
     "two trees share pages": (
         lambda i: (i.row_at + db_at("root"), i.main_page, 8),
@@ -231,6 +231,26 @@ def test_damage_of_the_list_of_free_pages_is_found(tmp_path, image, change):
         "transaction": (key, 1 << 50, 8),
     }[change]
     assert copy.verdict_after(at, value, width) != ""
+
+
+@pytest.mark.parametrize("field", [name for name in DB_DTYPE.names if name != "pad"])
+def test_damage_of_the_row_of_an_empty_database_is_found(tmp_path, field):
+    """What the library counts of a tree is believed, also of one without pages."""
+    env = open_env(tmp_path)
+    env.open_db(b"empty")
+    env.close()
+    data = tmp_path / "data.mdb"
+    content = data.read_bytes()
+    row_at = content.rindex(b"empty") + len(b"empty")
+    at = row_at + db_at(field)
+    for byte in range(at, at + DB_DTYPE.fields[field][0].itemsize):
+        for bit in range(8):
+            changed = bytearray(content)
+            changed[byte] ^= 1 << bit
+            data.write_bytes(changed)
+            assert "empty" in verdict(tmp_path), (byte - at, bit)
+    data.write_bytes(content)
+    assert verdict(tmp_path) == ""
 
 
 def test_a_truncated_file_is_damaged(tmp_path, image):

@@ -269,7 +269,9 @@ class SegmentFiles:
             self.release(held)
 
     def read(self, segment: Segment, buffers: list[memoryview], offset: int) -> int:
-        """Fill buffers from a segment; returns the bytes read, fewer only at the file's end.
+        """Fill buffers from a segment; returns the bytes read, fewer at the file's end.
+
+        Fewer elsewhere, too, if the device stops there without an error (`reaches`).
 
         Raises:
             OSError: the device failed.
@@ -284,6 +286,14 @@ class SegmentFiles:
     def read_unmapped(self, segment: Segment, buffers: list[memoryview], offset: int) -> int:
         """Do as `read`, always by a file read: its errors say what is wrong."""
         return _transfer(self._system.preadv, segment.fd, buffers, offset)
+
+    def reaches(self, segment: Segment, end: int) -> bool:
+        """Return whether a segment has bytes up to `end`: a read that stopped before has failed.
+
+        Raises:
+            OSError: nobody can tell.
+        """
+        return os.fstat(segment.fd).st_size >= end
 
     def write(self, segment: Segment, buffers: list[memoryview], offset: int) -> int:
         """Write buffers to a segment; returns the bytes written, fewer only if the device stalls.
@@ -450,17 +460,20 @@ def _transfer(
     """Repeat a vectored call until all buffers are moved or nothing moves any more.
 
     Continues at page boundaries only, as O_DIRECT demands; what lies behind the last one is moved
-    once more.
+    once more. Of two calls in turn that move less than a page the second is the last: what stopped
+    the first may have passed, or it says now what it was.
     """
     size_bytes = sum(map(len, buffers))
     moved_bytes = 0
+    is_stuck = False
     while moved_bytes < size_bytes:
         moved = call(target, buffers[:IOVEC_COUNT_MAX], offset + moved_bytes)
         if moved_bytes + moved == size_bytes:
             return size_bytes
-        moved -= moved % PAGE_BYTES
-        if moved <= 0:
+        was_stuck, is_stuck = is_stuck, moved < PAGE_BYTES
+        if moved <= 0 or (is_stuck and was_stuck):
             break
+        moved -= moved % PAGE_BYTES
         moved_bytes += moved
         buffers = _behind(buffers, moved)
     return moved_bytes

@@ -185,15 +185,18 @@ class Catalog:
             is_file = config.backend == "file"
             segments = stored_segments(config, geometry) if is_file else {}
             foreign = foreign_content(config, rank_count=geometry.rank_count)
-            with env.write() as txn:
+            with _numbers_in_range(), env.write() as txn:
                 is_suspect = env.admission.is_suspect
                 require_version(txn, databases, config, is_suspect=is_suspect)
+                _verify_page_counts(txn, databases, env.used_bytes() // PAGE_BYTES)
                 is_unknown = must_verify(txn, databases, env.admission)
                 units = enter_units(txn, databases, units, is_certain=is_certain)
                 geometry = SpaceGeometry.of(config, manifest, rank_count, units)
                 if is_unknown:
                     _verify_rows(txn, databases, geometry)
-                state = enter_state(txn, databases, config, geometry, segments)
+                state = enter_state(
+                    txn, databases, config, geometry, segments, is_suspect=is_suspect
+                )
                 if is_file and env.admission.is_alone:
                     repeat_lost_releases(
                         txn,
@@ -327,14 +330,11 @@ class Catalog:
     def _distrusting(self) -> Iterator[None]:
         """Note damage that comes to light, lest it stay for ever."""
         try:
-            yield
+            with _numbers_in_range():
+                yield
         except (BackendCorruptError, CatalogDamagedError) as error:
             self._env.distrust(str(error))
             raise
-        except (struct.error, OverflowError) as error:
-            damage = CatalogDamagedError(f"a number is out of range ({error})")
-            self._env.distrust(str(damage))
-            raise damage from error
 
     def is_owner_dead(self, owner: int) -> bool:
         """Return whether the process that had this owner id is gone."""
@@ -430,6 +430,22 @@ class Catalog:
 def _refuse(foreign: str) -> None:
     if foreign:
         raise BackendForeignError(foreign)
+
+
+@contextmanager
+def _numbers_in_range() -> Iterator[None]:
+    """Take a number that no row has room for as damage of the one that it was read from."""
+    try:
+        yield
+    except (struct.error, OverflowError) as error:
+        raise CatalogDamagedError(f"a number is out of range ({error})") from error
+
+
+def _verify_page_counts(txn: Transaction, databases: Databases, file_pages: int) -> None:
+    # The library stores what each tree takes and believes it ever after, and so does every budget.
+    live_pages = count_live_pages(txn, databases)
+    if live_pages > file_pages + GROWTH_PAGES:
+        raise CatalogDamagedError(f"rows take {live_pages} pages of a file of {file_pages}")
 
 
 def _verify_rows(txn: Transaction, databases: Databases, geometry: SpaceGeometry) -> None:

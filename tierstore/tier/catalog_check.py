@@ -28,6 +28,10 @@ from tierstore.tier.space import Space
 __all__ = ["check_catalog", "verify_sums"]
 
 _PROBLEMS_MAX = 100
+_NUMBER_END = 1 << 31
+"""Segments and owners have 31 bits. What counts further could be given out, and not be stored."""
+_WIDE_NUMBER_END = 1 << 62
+"""Nobody counts so far, and what does would soon be no number of 63 bits any more."""
 _NO_SEGMENTS = np.empty(0, np.uint32)
 
 
@@ -48,7 +52,8 @@ def check_catalog(txn: Transaction, databases: Databases, geometry: SpaceGeometr
 def verify_sums(txn: Transaction, databases: Databases, state: StateRow) -> None:
     """Compare the state row with the rows that it sums up and counts.
 
-    O(segments); a sum that is too small would let the tier outgrow its capacity.
+    O(segments); a sum that is too small would let the tier outgrow its capacity, and a number that
+    is too large could not be given out.
 
     Raises:
         CatalogDamagedError: they contradict each other.
@@ -63,12 +68,14 @@ def verify_sums(txn: Transaction, databases: Databases, state: StateRow) -> None
         raise CatalogDamagedError("the records of its segments do not add up")
     if state.payload_bytes != sum(row.payload_bytes for row in rows):
         raise CatalogDamagedError("the payload of its segments does not add up")
-    for database, next_number in (
-        (databases.order, state.next_sequence),
-        (databases.segments, state.next_segment),
-        (databases.pending, state.next_pending),
-        (databases.owners, state.next_owner),
+    for database, next_number, end in (
+        (databases.order, state.next_sequence, _WIDE_NUMBER_END),
+        (databases.segments, state.next_segment, _NUMBER_END),
+        (databases.pending, state.next_pending, _WIDE_NUMBER_END),
+        (databases.owners, state.next_owner, _NUMBER_END),
     ):
+        if next_number >= end:
+            raise CatalogDamagedError(f"the next number would be {next_number}")
         with txn.cursor(db=database) as cursor:
             if cursor.last() and int.from_bytes(cursor.key(), "big") >= next_number:
                 raise CatalogDamagedError("a row is younger than the next one would be")
@@ -304,6 +311,10 @@ class _Check:
         """The sums over all segments and records are those of the state row."""
         rows = self._segments.values()
         payload = self._records["place"]["payload_bytes"].sum(dtype=np.int64)
+        if not self._geometry.is_file and any(
+            row.rank_count != self._state.rank_count for row in rows
+        ):
+            yield "segments are divided among other ranks than the tier"
         for name, said, found in (
             (
                 "charged pages",

@@ -46,6 +46,9 @@ _BACKENDS = ("file", "lmdb")
 _FIRST_NUMBER_MAX = 1 << 30
 """Segments and owners have 31 bits: half of them are left to count on."""
 _FIRST_ID_MAX = 1 << 48
+_VERSION_END = 1 << 6
+"""No release writes such a version: who reads one reads damage."""
+_RANK_COUNT_END = 1 << 16
 _UNITS_KEY = b"units"
 
 
@@ -56,11 +59,11 @@ def require_version(
 
     Raises:
         CatalogError: they are of another version.
-        CatalogDamagedError: so it seems, in a file that `is_suspect`.
+        CatalogDamagedError: so it seems, in a file that `is_suspect`, or it cannot be.
     """
     version = Space.read_version(txn, databases)
-    if version not in (None, CATALOG_VERSION):
-        if is_suspect:
+    if version is not None and version != CATALOG_VERSION:
+        if is_suspect or not 0 < version < _VERSION_END:
             raise CatalogDamagedError(f"the rows are of version {version}")
         raise CatalogError(
             f"{_where(config)} has a catalog of version {version}, this release writes version "
@@ -115,11 +118,13 @@ def enter_state(
     config: SecondaryConfig,
     geometry: SpaceGeometry,
     segments: dict[int, int],
+    *,
+    is_suspect: bool,
 ) -> StateRow:
     """Return the state, compared with ours, with all `segments` that lie below the path charged.
 
     Raises:
-        CatalogDamagedError: rows contradict each other.
+        CatalogDamagedError: rows contradict each other; or, in a file that `is_suspect`, us.
         ConfigError: the path belongs to another kind of tier.
     """
     backend = _BACKENDS.index(config.backend)
@@ -132,6 +137,22 @@ def enter_state(
         release_orphans(txn, databases, state, segments)
         return state
     verify_sums(txn, databases, state)
+    _require_kind(config, state, backend, rank_count, is_suspect=is_suspect)
+    release_orphans(txn, databases, state, segments)
+    if config.backend == "file":
+        trim_segments(config, _charged_segments(txn, databases))
+    return state
+
+
+def _require_kind(
+    config: SecondaryConfig, state: StateRow, backend: int, rank_count: int, *, is_suspect: bool
+) -> None:
+    if state.backend >= len(_BACKENDS) or not 0 < state.rank_count < _RANK_COUNT_END:
+        raise CatalogDamagedError("nobody can say which kind of tier it is of")
+    is_ours = state.backend == backend
+    is_ours &= config.backend != "lmdb" or state.rank_count == rank_count
+    if is_suspect and not is_ours:
+        raise CatalogDamagedError("it seems to be of another kind of tier")
     if state.backend != backend:
         raise ConfigError(
             f"{_where(config)} holds a tier with another backend than {config.backend!r}; "
@@ -142,10 +163,6 @@ def enter_state(
             f"{_where(config)} was divided among {state.rank_count} ranks, not {rank_count}, which "
             "an lmdb tier cannot change; choose another path, or remove the directory"
         )
-    release_orphans(txn, databases, state, segments)
-    if config.backend == "file":
-        trim_segments(config, _charged_segments(txn, databases))
-    return state
 
 
 def _charged_segments(txn: Transaction, databases: Databases) -> dict[int, tuple[int, int]]:
@@ -237,9 +254,13 @@ def enter_owner(
         )
         break
     lock = OwnerLock.create(directory, state.next_owner)
+    try:
+        row = OwnerRow(manifest.namespace, config.capacity_bytes)
+        txn.put(segment_key(lock.owner), row.pack(), db=databases.owners)
+    except BaseException:
+        lock.close()  # or the next try would find its number locked, by us
+        raise
     state.next_owner += 1
-    row = OwnerRow(manifest.namespace, config.capacity_bytes)
-    txn.put(segment_key(lock.owner), row.pack(), db=databases.owners)
     return lock
 
 
