@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
 
+from xxhash import xxh3_64_intdigest
+
 from tierstore.errors import BackendError
 from tierstore.layout import PAGE_BYTES
 from tierstore.system import SystemCalls
@@ -64,6 +66,7 @@ class BlockUnits:
     """A file can be given its blocks before they are written."""
 
     _LAYOUT: ClassVar[struct.Struct] = struct.Struct("<4I")
+    _CHECKSUM: ClassVar[struct.Struct] = struct.Struct("<Q")
 
     @property
     def is_paged(self) -> bool:
@@ -80,17 +83,19 @@ class BlockUnits:
         )
 
     def pack(self) -> bytes:
-        """Return them as bytes."""
-        return self._LAYOUT.pack(
+        """Return them as bytes, with a checksum: nothing else says how large units once were."""
+        content = self._LAYOUT.pack(
             self.unit_pages, self.metadata_pages, self.frees_parts, self.allocates
         )
+        return content + self._CHECKSUM.pack(xxh3_64_intdigest(content))
 
     @classmethod
     def unpack(cls, value: bytes) -> Self | None:
         """Return what `pack` packed; None: it cannot be that."""
-        if len(value) != cls._LAYOUT.size:
+        content, checksum = value[: cls._LAYOUT.size], value[cls._LAYOUT.size :]
+        if checksum != cls._CHECKSUM.pack(xxh3_64_intdigest(content)):
             return None
-        unit_pages, metadata_pages, frees_parts, allocates = cls._LAYOUT.unpack(value)
+        unit_pages, metadata_pages, frees_parts, allocates = cls._LAYOUT.unpack(content)
         if not (unit_pages and metadata_pages and max(frees_parts, allocates) <= 1):
             return None
         return cls(

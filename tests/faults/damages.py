@@ -13,6 +13,7 @@ from store_kit import MIB, Chunks, config_of, du
 from tierstore import TierStore
 from tierstore.errors import TierStoreError
 from tierstore.planes import Patience
+from tierstore.system import SYSTEM, SystemCalls
 
 PAGE = 4096
 SECTOR = 512
@@ -25,10 +26,11 @@ PATIENCE = Patience(put_seconds=2, flush_seconds=30, close_seconds=2)
 class DamagedStores:
     """Copies of two stores of a backend, one closed in order and one killed, to be damaged."""
 
-    def __init__(self, folder: Path, backend: str):
-        """Store what will be damaged below `folder`."""
+    def __init__(self, folder: Path, backend: str, *, system: SystemCalls = SYSTEM):
+        """Store what will be damaged below `folder`, on a file system as `system` says."""
         self.folder = folder
         self.backend = backend
+        self.system = system
         self.chunks = Chunks(12_000)
         self.templates = {}
         live = folder / "live"
@@ -73,7 +75,9 @@ class DamagedStores:
         config = config_of(
             path, backend=self.backend, primary="1MiB", capacity="8MiB", io={"threads": 1}
         )
-        return TierStore.open(config, self.chunks.manifest, patience=PATIENCE)
+        return TierStore.open(
+            config, self.chunks.manifest, patience=PATIENCE, open_system=lambda _: self.system
+        )
 
     def _use(self, path: Path, counts: Counter, problems: list) -> None:
         for opening in range(2):

@@ -1,11 +1,16 @@
 """Random damage to any file of a store: never a wrong byte, never a dead process or tier."""
 
+import errno
 import random
 import struct
+from functools import partial
 
 import pytest
 from campaign import run_campaign
 from damages import OLD, DamagedStores
+
+from tierstore.block_units import BlockUnits
+from tierstore.system import SystemCalls
 
 GRAVE = ("wrong bytes", "crashes", "hangs", "exceptions", "over quota")
 
@@ -19,6 +24,17 @@ def seeds_of(count):
 @pytest.fixture(params=["file", "lmdb"])
 def backend(request):
     return request.param
+
+
+def flip_in_catalog(row, path, *, at, bit):
+    """Flip a bit of the row in use, and of older ones in pages that are free."""
+    data = path / "catalog" / "data.mdb"
+    content = bytearray(data.read_bytes())
+    starts = [i for i in range(len(content)) if content.startswith(row, i)]
+    for start in starts:
+        content[start + at] ^= bit
+    data.write_bytes(content)
+    return [len(starts)]
 
 
 def test_a_store_that_is_not_damaged_loses_nothing(tmp_path, backend):
@@ -50,22 +66,31 @@ def test_a_damaged_number_in_the_row_of_a_catalog_leaves_its_tier_in_use(tmp_pat
     row = b"state" + struct.pack("<QQQ", 2, backend == "lmdb", 1)
     field_count = 13
 
-    def flip(at):
-        def damage(path):
-            data = path / "catalog" / "data.mdb"
-            content = bytearray(data.read_bytes())
-            starts = [i for i in range(len(content)) if content.startswith(row, i)]
-            for start in starts:  # the row in use, and older ones in pages that are free
-                content[start + len(b"state") + at] ^= 0x80
-            data.write_bytes(content)
-            return [len(starts)]
-
-        return damage
-
     for at in [*range(7, 8 * field_count, 8), *range(4, 8 * field_count, 8)]:
-        answer = stores.run_damaged(state, flip(at))
+        damage = partial(flip_in_catalog, row, at=len(b"state") + at, bit=0x80)
+        answer = stores.run_damaged(state, damage)
         assert answer["damages"] > [0]
         assert answer["problems"] == [], (at // 8, at % 8)
+
+
+class NoHoles(SystemCalls):
+    """A file system that takes back whole files only: the catalog has a row for that."""
+
+    def punch_hole(self, fd, offset, size_bytes):
+        raise OSError(errno.EOPNOTSUPP, "refused")
+
+
+@pytest.mark.parametrize("state", ["closed", "killed"])
+def test_a_damaged_row_of_units_leaves_its_tier_in_use(tmp_path, backend, state):
+    """Method: in each byte of the row and its key the highest bit is flipped, and the lowest."""
+    stores = DamagedStores(tmp_path, backend, system=NoHoles())
+    row = b"units" + BlockUnits(frees_parts=False).pack()
+    for at in range(len(row)):
+        for bit in (0x80, 0x01):
+            damage = partial(flip_in_catalog, row, at=at, bit=bit)
+            answer = stores.run_damaged(state, damage)
+            assert answer["damages"] > [0]
+            assert answer["problems"] == [], (at, bit)
 
 
 @pytest.mark.exhaustive
