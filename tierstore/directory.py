@@ -17,7 +17,7 @@ from typing import Self
 
 from tierstore.bounded_log import bounded
 from tierstore.errors import BackendError, BackendForeignError
-from tierstore.system import SYSTEM, SystemCalls
+from tierstore.system import SYSTEM, SystemCalls, read_up_to_end
 
 __all__ = ["DIRECTORY_MODE", "FILE_MODE", "Directory", "foreign_user"]
 
@@ -158,7 +158,7 @@ class Directory:
             return None
         try:
             content = bytearray(size_max)
-            size = self._system.preadv(descriptor, [memoryview(content)], 0)
+            size = read_up_to_end(self._system.preadv, descriptor, memoryview(content), 0)
             return bytes(content[:size])
         finally:
             os.close(descriptor)

@@ -7,13 +7,20 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
 
 import numpy as np
 
-__all__ = ["IOVEC_COUNT_MAX", "SYSTEM", "DatabasePoint", "SystemCalls", "buffer_address"]
+__all__ = [
+    "IOVEC_COUNT_MAX",
+    "SYSTEM",
+    "DatabasePoint",
+    "SystemCalls",
+    "buffer_address",
+    "read_up_to_end",
+]
 
 IOVEC_COUNT_MAX = os.sysconf("SC_IOV_MAX")
 
@@ -38,6 +45,33 @@ _libc.process_vm_readv.argtypes = (
 def buffer_address(buffer: memoryview | mmap.mmap) -> int:
     """Return the address of a buffer; valid as long as its owner lives."""
     return np.frombuffer(buffer, np.uint8).ctypes.data
+
+
+def read_up_to_end(
+    call: Callable[[int, Sequence[memoryview], int], int], fd: int, buffer: memoryview, offset: int
+) -> int:
+    """Fill a buffer by a `preadv`, asked again for what it leaves; return the bytes read.
+
+    Fewer than asked only where the file ends, for a kernel may stop anywhere: whoever takes that
+    for the end takes a sound file for a damaged one. O_DIRECT is not for this.
+
+    Raises:
+        OSError: the device failed, or stops before the end again and again.
+    """
+    done = 0
+    is_stuck = False
+    while done < len(buffer):
+        moved = call(fd, [buffer[done:]], offset + done)
+        done += moved
+        if moved > 0:
+            is_stuck = False
+        elif os.fstat(fd).st_size <= offset + done:
+            break
+        elif is_stuck:
+            raise OSError(errno.EIO, "reads stop before the end of the file")
+        else:
+            is_stuck = True  # somebody may have written meanwhile
+    return done
 
 
 class DatabasePoint(Enum):
