@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierstore.lmdb_image import find_damage
+from tierstore.lmdb_image import find_damage, image_bytes
 from tierstore.lmdb_page import DB_DTYPE, META_DTYPE
 
 PAGE = 4096
@@ -148,6 +148,10 @@ DAMAGE = {
         "meta page",
     ),
     "last page": (lambda i: (meta_at(i, "last_page"), 1 << 40, 8), "last page"),
+    "last page a little later": (
+        lambda i: (meta_at(i, "last_page"), int(i.meta["last_page"]) + 1, 8),
+        "without a purpose",
+    ),
     "last page before pages in use": (lambda i: (meta_at(i, "last_page"), 3, 8), "beyond"),
     "flags of the free list": (
         lambda i: (meta_at(i, "free") + db_at("flags"), 12, 2),
@@ -216,7 +220,7 @@ def test_damage_is_found_and_named(tmp_path, image, name):
     assert words in copy.verdict_after(*where(copy))
 
 
-@pytest.mark.parametrize("change", ["beyond", "used", "order", "count", "transaction"])
+@pytest.mark.parametrize("change", ["beyond", "used", "order", "count", "fewer", "transaction"])
 def test_damage_of_the_list_of_free_pages_is_found(tmp_path, image, change):
     copy = Image(image, tmp_path)
     leaf = copy.free_leaf * PAGE
@@ -228,6 +232,7 @@ def test_damage_of_the_list_of_free_pages_is_found(tmp_path, image, change):
         "used": (first, copy.main_page, 8),
         "order": (first, copy.u64(first + 8) | copy.u64(first) << 64, 16),
         "count": (count, copy.u64(count) + 1, 8),
+        "fewer": (count, copy.u64(count) - 1, 8),
         "transaction": (key, 1 << 50, 8),
     }[change]
     assert copy.verdict_after(at, value, width) != ""
@@ -258,6 +263,40 @@ def test_a_truncated_file_is_damaged(tmp_path, image):
     last = max(copy.run, copy.leaf, copy.main_page)
     os.truncate(tmp_path / "data.mdb", last * PAGE)
     assert "beyond the end of the file" in verdict(tmp_path)
+
+
+@pytest.mark.parametrize("bytes_max", [1000, 5 * PAGE])
+def test_a_read_that_stops_early_is_no_damage(monkeypatch, image, bytes_max):
+    """A kernel may return less than it is asked for, anywhere, and nothing at all once."""
+    reads = []
+    read, read_into = os.pread, os.preadv
+
+    def stops(fd, buffers, offset):
+        reads.append(offset)
+        if len(reads) % 3 == 0:
+            return 0
+        return read_into(fd, [buffers[0][:bytes_max]], offset)
+
+    monkeypatch.setattr(os, "pread", lambda fd, size, at: read(fd, min(size, bytes_max), at))
+    monkeypatch.setattr(os, "preadv", stops)
+    assert verdict(image) == ""
+    assert len(reads) >= 3
+
+
+def test_a_read_that_always_stops_early_says_nothing_of_the_file(monkeypatch, image):
+    monkeypatch.setattr(os, "preadv", lambda *_: 0)
+    with pytest.raises(OSError, match="stop before the end"):
+        verdict(image)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_only_the_younger_meta_page_says_how_large_a_file_is(tmp_path, image, number):
+    copy = Image(image, tmp_path)
+    size_bytes = (int(copy.meta["last_page"]) + 1) * PAGE
+    older = (1 - copy.current) * PAGE + META_DTYPE.fields["last_page"][1]
+    assert copy.verdict_after(older + number, 0x80, 1) == ""
+    with (tmp_path / "data.mdb").open("rb") as file:
+        assert image_bytes(file.fileno()) == size_bytes
 
 
 def test_bits_that_only_data_and_free_pages_hold_are_not_structure(tmp_path, image):
