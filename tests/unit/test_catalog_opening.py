@@ -6,7 +6,7 @@ import struct
 import pytest
 from catalog_harness import MIB, Harness
 
-from tierstore.errors import ConfigError, ManifestError
+from tierstore.errors import CatalogError, ConfigError, ManifestError
 from tierstore.manifest import Manifest
 from tierstore.tier.catalog import Catalog
 from tierstore.tier.catalog_opening import enter_owner
@@ -85,3 +85,24 @@ def test_an_owner_who_cannot_be_entered_locks_no_number(tmp_path):
     lock = OwnerLock.create(config.path / "owners", number)
     lock.close()
     catalog.close()
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_rows_of_another_release_are_refused_and_not_removed(tmp_path, version):
+    """Whatever follows the version: a checksum as ours, or what we cannot read."""
+    for content in (StateRow(version, 0, 1).pack(), struct.pack("<13Q", version, *range(12))):
+        harness = Harness(tmp_path / str(len(content)))
+        with harness.catalog._env.write() as txn:
+            txn.put(b"state", content, db=harness.catalog._databases.state)
+        harness.catalog.close()
+        for _ in range(2):
+            with pytest.raises(CatalogError, match=f"catalog of version {version}"):
+                open_with(harness, harness.manifest)
+
+
+def test_rows_of_this_release_that_name_another_one_are_damaged(tmp_path):
+    harness = Harness(tmp_path)
+    with harness.catalog._env.write() as txn:
+        txn.put(b"state", b"\3" + StateRow(2, 0, 1).pack()[1:], db=harness.catalog._databases.state)
+    harness.catalog.close()
+    open_with(harness, harness.manifest)

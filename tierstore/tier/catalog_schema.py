@@ -24,6 +24,7 @@ from typing import ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
+from xxhash import xxh3_64_intdigest
 
 from tierstore.errors import CatalogDamagedError
 from tierstore.lmdb_env import LmdbEnv
@@ -65,6 +66,7 @@ EXTENT_DTYPE = np.dtype(
 RUN_DTYPE = np.dtype([("segment", "<u4"), ("first_page", "<u4"), ("page_count", "<u4")])
 ORDER_PAGES_BYTES = 4
 _NAMES_MAX = 64
+_VERSION = struct.Struct("<Q")
 
 segment_key = struct.Struct(">I").pack
 """Of `segments`; of `owners` likewise."""
@@ -153,9 +155,14 @@ class _Row:
 
 @dataclass(slots=True)
 class StateRow(_Row):
-    """Counters and sums over the whole path. Pages are summed over all ranks."""
+    """Counters and sums over the whole path. Pages are summed over all ranks.
+
+    With a checksum: nothing else tells a number that is damaged from what another release, or
+    another kind of tier, would say.
+    """
 
     _LAYOUT: ClassVar[struct.Struct] = struct.Struct("<13Q")
+    _CHECKSUM: ClassVar[struct.Struct] = struct.Struct("<Q")
 
     format_version: int
     backend: int
@@ -175,6 +182,40 @@ class StateRow(_Row):
     evicted_count: int = 0
     writing_count: int = 0
     """Records that have a place and will have rows: those of tickets that are not committed."""
+
+    def pack(self) -> bytes:
+        """Return the row as bytes."""
+        content = super(StateRow, self).pack()
+        return content + self._CHECKSUM.pack(xxh3_64_intdigest(content))
+
+    @classmethod
+    def unpack(cls, value: bytes) -> Self:
+        """Return the row.
+
+        Raises:
+            CatalogDamagedError: the length or the checksum does not fit.
+        """
+        if not cls._has_checksum(value):
+            raise CatalogDamagedError("the state row is damaged")
+        return super(StateRow, cls).unpack(value[: cls._LAYOUT.size])
+
+    @classmethod
+    def read_version(cls, value: bytes) -> int:
+        """Return the version of a row that may be of any.
+
+        Raises:
+            CatalogDamagedError: it is of this one, as its checksum proves, and says another.
+        """
+        (version,) = _VERSION.unpack(value[: _VERSION.size].ljust(_VERSION.size, b"\0"))
+        ours = _VERSION.pack(CATALOG_VERSION) + value[_VERSION.size :]
+        if version != CATALOG_VERSION and cls._has_checksum(ours):
+            raise CatalogDamagedError(f"the rows are of version {CATALOG_VERSION}, not {version}")
+        return int(version)
+
+    @classmethod
+    def _has_checksum(cls, value: bytes) -> bool:
+        content, checksum = value[: cls._LAYOUT.size], value[cls._LAYOUT.size :]
+        return checksum == cls._CHECKSUM.pack(xxh3_64_intdigest(content))
 
 
 class SegmentState(IntEnum):

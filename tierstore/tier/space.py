@@ -83,9 +83,13 @@ class Space:
 
     @staticmethod
     def read_version(txn: Transaction, databases: Databases) -> int | None:
-        """Return the version of the rows, which all versions say first; None in a new catalog."""
+        """Return the version of the rows, which all versions say first; None in a new catalog.
+
+        Raises:
+            CatalogDamagedError: the row is of this version, and says another one.
+        """
         value = txn.get(_STATE_KEY, db=databases.state)
-        return None if value is None else int.from_bytes(value[:8], "little")
+        return None if value is None else StateRow.read_version(value)
 
     @staticmethod
     def has_records(txn: Transaction, databases: Databases, segment: int) -> bool:
