@@ -64,6 +64,8 @@ class _Tree:
     name: str
     row: npt.NDArray[np.void]
     leaves: Numbers = field(default_factory=lambda: _NO_NUMBERS)
+    floors: Numbers = field(default_factory=lambda: _NO_NUMBERS)
+    """Of each leaf the number that the branches give as its least, if keys are numbers."""
     branch_count: int = 0
     entry_count: int = 0
     overflow_count: int = 0
@@ -220,14 +222,23 @@ class _Image:
         self._descend(tree)
         lists = [_NO_NUMBERS]
         youngest = 0
+        done = 0
         for block, words in self._pages(tree.leaves):
             nodes = nodes_of(block, words, LEAF)
             content = words.view(np.uint8).reshape(-1)
+            floors = tree.floors[done : done + len(block) + 1]
+            done += len(block)
             tree.entry_count += len(nodes.flags)
             if (nodes.key_bytes != _FREE_KEY_BYTES).any() or (nodes.flags > BIG).any():
                 damage("free list", "a node")
-            transactions = u64_at(content, nodes.key_at).tolist()
-            for i, transaction in enumerate(transactions):
+            transactions = u64_at(content, nodes.key_at)
+            # By what the branches say the library searches: it would miss a list, or add it anew.
+            ends = np.cumsum(nodes.counts)
+            is_misled = bool((transactions[ends - nodes.counts] < floors[: len(block)]).any())
+            before = ends[: len(floors) - 1] - 1
+            if is_misled or (transactions[before] >= floors[1:]).any():
+                damage("free list", "its branches")
+            for i, transaction in enumerate(transactions.tolist()):
                 if not youngest < transaction <= self._transaction:
                     damage("free list", "the order of transactions")
                 youngest = transaction
@@ -266,14 +277,20 @@ class _Image:
         if not 1 <= depth <= _DEPTH_MAX:
             damage(where, "depth")
         level = np.array([min(int(tree.row["root"]), self._page_count)], np.int64)
+        tree.floors = np.zeros(1, np.int64)
         for _ in range(depth - 1):
             self._use(level, where)
-            tree.branch_count += len(level)
-            children = []
+            children, floors = [], []
+            done = 0
             for block, words in self._pages(level):
                 nodes = nodes_of(block, words, BRANCH)
                 children.append(nodes.size | nodes.flags.astype(np.int64) << 32)
+                if tree.row["flags"] == _INTEGER_KEYS:
+                    floors.append(_floors(words, nodes, tree.floors[done : done + len(block)]))
+                done += len(block)
+            tree.branch_count += len(level)
             level = np.concatenate(children)
+            tree.floors = np.concatenate(floors or [_NO_NUMBERS])
         self._use(level, where)
         tree.leaves = level
 
@@ -334,6 +351,18 @@ class _Image:
         if len(content) < size:
             damage(f"page {offset // (self._page_bytes or 1)}", "beyond the end of the file")
         return content
+
+
+def _floors(words: Words, nodes: Nodes, own: Numbers) -> Numbers:
+    """Return the least number below each child: its key, or of the first one its parent's."""
+    floors = np.empty(len(nodes.size), np.int64)
+    is_first = np.zeros(len(floors), bool)
+    is_first[np.cumsum(nodes.counts) - nodes.counts] = True
+    floors[is_first] = own
+    if (nodes.key_bytes[~is_first] != _FREE_KEY_BYTES).any():
+        damage("free list", "a key of a branch")
+    floors[~is_first] = u64_at(words.view(np.uint8).reshape(-1), nodes.key_at[~is_first])
+    return floors
 
 
 def _named_tree(content: Bytes, nodes: Nodes, index: int) -> _Tree:

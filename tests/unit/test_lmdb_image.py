@@ -238,6 +238,30 @@ def test_damage_of_the_list_of_free_pages_is_found(tmp_path, image, change):
     assert copy.verdict_after(at, value, width) != ""
 
 
+@pytest.mark.parametrize("at", [0, 1, 7])
+@pytest.mark.parametrize("bit", [0x01, 0x80])
+def test_damage_of_a_branch_of_the_list_of_free_pages_is_found(tmp_path, at, bit):
+    """By the branches the library searches for what it frees and takes; it would fail for good."""
+    env = open_env(tmp_path)
+    reader = env.begin()  # nothing that is freed is used again
+    for number in range(300):
+        with env.begin(write=True) as txn:
+            txn.put(b"%d" % number, bytes(600))
+    reader.abort()
+    env.close()
+    assert verdict(tmp_path) == ""
+    data = tmp_path / "data.mdb"
+    content = bytearray(data.read_bytes())
+    metas = [np.frombuffer(content, META_DTYPE, 1, start)[0] for start in (0, PAGE)]
+    free = max(metas, key=lambda meta: int(meta["transaction"]))["free"]
+    assert free["depth"] > 1, "the list has a branch"
+    root = int(free["root"]) * PAGE
+    second = root + int.from_bytes(content[root + 18 : root + 20], "little")
+    content[second + 8 + at] ^= bit
+    data.write_bytes(content)
+    assert "free list" in verdict(tmp_path)
+
+
 @pytest.mark.parametrize("field", [name for name in DB_DTYPE.names if name != "pad"])
 def test_damage_of_the_row_of_an_empty_database_is_found(tmp_path, field):
     """What the library counts of a tree is believed, also of one without pages."""
