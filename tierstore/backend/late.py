@@ -92,11 +92,17 @@ class LateBackend:
         if self._backend is not None:  # otherwise nothing was written
             self._backend.sync()
 
-    def lost_segments(self) -> AbstractSet[int]:
+    def lost_segments(self, relied_on: AbstractSet[int] = frozenset()) -> AbstractSet[int]:
         """Return what was lost with this backend's files, and with those of earlier ones."""
+        backend = self._backend
+        # Not under the lock, which all others would wait for: it may look at many files.
+        if backend is not None:
+            relied_on = backend.lost_segments(relied_on)
+        elif relied_on and not self._is_lost:
+            raise BackendError(f"tier {self._name}: its payload is not open")
         with self._lock:
             lost, self._lost_segments = self._lost_segments, set()
-            return lost if self._backend is None else lost | self._backend.lost_segments()
+        return lost | relied_on
 
     def close(self) -> None:
         """Close the backend, if it was ever opened; idempotent."""
