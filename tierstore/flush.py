@@ -25,6 +25,10 @@ Syncer: TypeAlias = Callable[[int, AfterSync], PendingSync]
 """`DataPlane.begin_sync`."""
 
 
+_LOST_ROUNDS_MAX = 3
+"""So often a flush writes again what is lost while it is done; then it complains."""
+
+
 class _Step(Enum):
     WRITING = "writing"
     RECORDING = "recording"
@@ -81,6 +85,7 @@ class _TierFlush:
             stack.primary.coldest(len(stack.primary)) if self._cascade.records_victims else []
         )
         self._hear_losses()
+        self._loss_count = self._cascade.loss_count
         self._cascade.begin_retry()
         self._ticket: int | None = None
         """The last one that is waited for, once all is asked for."""
@@ -89,8 +94,8 @@ class _TierFlush:
         self._change_count = self._secondary.change_count
         self._step = _Step.WRITING
         self._sync: PendingSync | None = None
-        self._was_lost = False
-        """Once it is written again; what is lost while that is done is left to the next flush."""
+        self._rounds_left = _LOST_ROUNDS_MAX
+        self._is_lost_still = False
         self._unsynced_count = 0
         self._given_up_at: _Step | None = None
         self._missing_count = 0
@@ -151,6 +156,8 @@ class _TierFlush:
                 f"it refuses, or has not moved for {self._wait.stall_seconds:g} s, and "
                 f"{self._missing_count} chunks wait for it"
             )
+        if self._is_lost_still:
+            complaints.append("its payload is removed again and again while it is written")
         if pace.unsynced_count:
             complaints += self._unsynced_complaints(pace.unsynced_count)
         return complaints
@@ -186,7 +193,7 @@ class _TierFlush:
 
     def _end_sync(self, sync: PendingSync) -> None:
         self._step = _Step.OVER
-        if self._hear_losses():
+        if self._is_lost():
             self._write_lost_again()
         elif not sync.why:
             self._wait.pace.unsynced_count -= self._unsynced_count
@@ -195,18 +202,23 @@ class _TierFlush:
         else:
             self._begin_anew()
 
-    def _hear_losses(self) -> bool:
-        is_lost = self._cascade.hear_losses()
-        if is_lost:
+    def _hear_losses(self) -> None:
+        if self._cascade.hear_losses():
             _logger.warning(
                 "payload was removed, or cut off; what is in memory is written again: tier=%s",
                 self.name,
             )
-        return is_lost
+
+    def _is_lost(self) -> bool:
+        """Return whether payload was lost since this flush looked, or another one, which told."""
+        self._hear_losses()
+        return self._cascade.loss_count != self._loss_count
 
     def _write_lost_again(self) -> None:
-        if not self._was_lost:
-            self._was_lost = True
+        self._is_lost_still = not self._rounds_left
+        if self._rounds_left:
+            self._rounds_left -= 1
+            self._loss_count = self._cascade.loss_count
             self._cascade.begin_retry()
             self._step, self._sync, self._ticket = _Step.WRITING, None, None
 

@@ -6,6 +6,7 @@ what is gone: segments that others have evicted are no loss.
 
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
@@ -183,3 +184,68 @@ def test_two_stores_on_one_path_do_not_undo_each_other_for_ever(tmp_path, backen
         assert store.check() == other.check() == []
     with CHUNKS.open(config) as store:
         assert CHUNKS.found(store, [*STORED, *LATER]) == [*STORED, *LATER]
+
+
+@BACKENDS
+def test_chunks_that_had_left_memory_are_stored_anew_when_they_come_again(tmp_path, backend):
+    """Their records lead to nothing: no reason not to store them."""
+    config = config_of(tmp_path / "tier", backend=backend, primary="2MiB")
+    many = range(64)
+    with CHUNKS.open(config) as store:
+        CHUNKS.put(store, many)
+        store.flush()
+        remove_rank(tmp_path / "tier")
+        store.flush()
+        for first in many[::16]:
+            CHUNKS.put(store, range(first, first + 16))
+            store.flush()
+        assert store.check() == []
+    with CHUNKS.open(config) as store:
+        assert CHUNKS.found(store, many) == list(many)
+
+
+def demoted(store):
+    counters = store.stats().counters
+    return sum(count for name, count in counters.items() if name.startswith("demoted_chunks"))
+
+
+@BACKENDS
+def test_no_flush_ends_before_another_one_has_written_what_was_lost(tmp_path, backend):
+    config = config_of(tmp_path / "tier", backend=backend)
+    with CHUNKS.open(config) as store, ThreadPoolExecutor(4) as threads:
+        CHUNKS.put(store, STORED)
+        store.flush()
+
+        def demoted_after_flush(_):
+            store.flush()
+            return demoted(store)
+
+        for _ in range(20):
+            before = demoted(store)
+            remove_rank(tmp_path / "tier")
+            assert min(threads.map(demoted_after_flush, range(4))) >= before + len(STORED)
+        assert store.check() == []
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+@EACH_LOSS
+def test_chunks_that_were_stored_before_are_looked_for_when_they_are_stored_again(
+    tmp_path, backend, lose, is_open
+):
+    """The store has neither written nor read them, and relies on their records."""
+    if not is_open and lose in (replace_segment, cut_segment):
+        pytest.skip("files that were never seen are not compared with anything")
+    config = config_of(tmp_path / "tier", backend=backend)
+    with CHUNKS.open(config) as store:
+        CHUNKS.put(store, STORED)
+    if not is_open:
+        lose(tmp_path / "tier")
+    with CHUNKS.open(config) as store:
+        CHUNKS.put(store, STORED)
+        store.flush()
+        if is_open:
+            lose(tmp_path / "tier")
+            store.flush()
+        assert store.check() == []
+    with CHUNKS.open(config) as store:
+        assert CHUNKS.found(store, STORED) == list(STORED)

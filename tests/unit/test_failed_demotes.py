@@ -61,26 +61,22 @@ def test_what_left_memory_is_forgotten():
     assert not failures.is_retrying
 
 
-def test_a_chunk_whose_payload_was_lost_is_to_be_recorded_elsewhere_once():
+def test_a_chunk_whose_payload_was_lost_is_asked_for_again_once():
     failures = FailedDemotes()
-    failures.note_lost(keys(1, 2), frozenset({7}), held=set(), ticket=5)
-    assert failures.lost_segments(keys(1, 3)) == {7}
-    assert failures.lost_segments(keys(3)) == set()
+    failures.note_lost(keys(1, 2), held=set(), ticket=5)
     failures.begin_retry()
     assert set(failures.take(10)) == set(keys(1, 2))
     assert failures.on_recorded(keys(1, 3), ticket=6) == set()
-    assert failures.lost_segments(keys(1)) == failures.lost_segments(keys(3)) == set()
-    failures.forget(keys(2))
-    assert failures.lost_segments(keys(2)) == set()
+    failures.begin_retry()
+    assert failures.take(10) == []
 
 
 def test_a_chunk_that_was_on_its_way_when_its_payload_was_lost_is_asked_for_again():
     failures = FailedDemotes()
-    failures.note_lost(keys(1), frozenset({7}), held=set(keys(1)), ticket=5)
+    failures.note_lost(keys(1), held=set(keys(1)), ticket=5)
     assert failures.keys() == []
     assert failures.on_recorded(keys(1), ticket=5) == set(keys(1))
     failures.begin_retry()
     assert failures.take(10) == keys(1)
-    assert failures.lost_segments(keys(1)) == {7}
     assert failures.on_recorded(keys(1), ticket=6) == set()
     assert not failures

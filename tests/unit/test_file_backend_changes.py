@@ -3,6 +3,8 @@
 import errno
 import os
 import shutil
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from opened_backend import MODES, opened
@@ -186,4 +188,19 @@ def test_a_segment_is_as_long_as_its_places_say_and_nothing_is_written_behind(tm
     assert (tmp_path / "00000000.seg").stat().st_size == 2 * SEGMENT_BYTES
     refused = Extent(4, 9000, segment=1, page=SEGMENT_PAGES - 2)
     assert set(backend.write(refused.to_write()).values()) == {FailureReason.LAYOUT}
+    backend.close()
+
+
+def test_a_segment_that_others_make_just_now_is_no_loss(tmp_path):
+    """Many threads open each segment while the first of them gives it its length."""
+    backend = opened(tmp_path, mode="buffered")
+    seconds = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    step = Extent(1, 100).run.page_count
+    with ThreadPoolExecutor(8) as threads:
+        for segment in range(200):
+            extents = [Extent(1, 100, segment=segment, page=step * n) for n in range(8)]
+            list(threads.map(lambda extent: write_extent(backend, extent), extents))
+    sys.setswitchinterval(seconds)
+    assert backend.lost_segments() == set()
     backend.close()

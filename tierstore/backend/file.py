@@ -206,9 +206,9 @@ class FileBackend:
                     f"{remedy_of(error)}"
                 ) from error
 
-    def lost_segments(self) -> AbstractSet[int]:
+    def lost_segments(self, relied_on: AbstractSet[int] = frozenset()) -> AbstractSet[int]:
         """Return the segments whose files are gone. See `Backend.lost_segments`."""
-        return self._files.take_lost() if self._opened else frozenset()
+        return self._files.take_lost(relied_on) if self._opened else frozenset()
 
     def close(self) -> None:
         """Close all descriptors; idempotent. Calls that are still under way end undisturbed."""

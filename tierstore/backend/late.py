@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tierstore.backend.protocol import Backend, RecordIo
 from tierstore.bounded_log import bounded
-from tierstore.errors import BackendError, TierStoreError
+from tierstore.errors import BackendError, ClosedError, TierStoreError
 from tierstore.transfer import FailureReason, PageRun
 
 __all__ = ["LateBackend"]
@@ -22,24 +22,35 @@ _logger = bounded(logging.getLogger(__name__))
 
 _GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 _FileId = tuple[int, int] | None
+_UNKNOWN = (0, 0)
+"""The device would not say."""
 
 
 class LateBackend:
     """Opens a backend at the first call that succeeds in it. See `Backend`."""
 
     def __init__(
-        self, name: str, open_backend: Callable[[], Backend], directory: Path | None = None
+        self,
+        name: str,
+        open_backend: Callable[[], Backend],
+        directory: Path | None = None,
+        *,
+        has_database: bool = False,
     ) -> None:
         """`open_backend` returns an open backend or raises `BackendError`; `name` is the tier's.
 
-        `directory` is where the backend's files lie, if anywhere.
+        `directory` is where the backend's files lie, if anywhere; `has_database`: in a database.
         """
         self._name = name
         self._open_backend = open_backend
         self._lock = threading.Lock()
         self._backend: Backend | None = None
+        names = [directory] if directory is not None else []
+        self._paths = (
+            [*names, *(path / "payload" / "data.mdb" for path in names)] if has_database else names
+        )
         self._directory = directory
-        self._file_ids: tuple[_FileId, ...] = ()
+        self._file_ids: list[_FileId] = []
         """Of the open backend."""
         self._closed = False
         self._is_logged = False
@@ -90,13 +101,22 @@ class LateBackend:
             BackendError: the device refused.
         """
         if self._backend is not None:  # otherwise nothing was written
-            self._backend.sync()
+            try:
+                self._backend.sync()
+            except ClosedError as error:
+                raise BackendError(f"tier {self._name}: its payload was lost just now") from error
 
-    def lost_segments(self) -> AbstractSet[int]:
+    def lost_segments(self, relied_on: AbstractSet[int] = frozenset()) -> AbstractSet[int]:
         """Return what was lost with this backend's files, and with those of earlier ones."""
+        backend = self._backend
+        # Not under the lock, which all others would wait for: it may look at many files.
+        if backend is not None:
+            relied_on = backend.lost_segments(relied_on)
+        elif relied_on and not self._is_lost:
+            raise BackendError(f"tier {self._name}: its payload is not open")
         with self._lock:
             lost, self._lost_segments = self._lost_segments, set()
-            return lost if self._backend is None else lost | self._backend.lost_segments()
+        return lost | relied_on
 
     def close(self) -> None:
         """Close the backend, if it was ever opened; idempotent."""
@@ -108,7 +128,7 @@ class LateBackend:
     def _opened(self, *, makes_directory: bool = True) -> Backend | None:
         # The lock is held over I/O: the other threads of the tier would wait for the device too.
         with self._lock:
-            if self._backend is not None and self._file_ids != self._find_files():
+            if self._backend is not None and self._are_gone():
                 self._lost_segments |= self._backend.lost_segments()
                 self._backend.close()  # calls that are under way in it end undisturbed
                 self._backend = None
@@ -128,6 +148,7 @@ class LateBackend:
                         )
                 else:
                     self._is_lost = False
+                    self._file_ids = [_UNKNOWN] * len(self._paths)
                     self._file_ids = self._find_files()
                 self._is_tried = True
             return self._backend
@@ -137,13 +158,17 @@ class LateBackend:
             return True
         return (self._directory.parent if makes_directory else self._directory).is_dir()
 
-    def _find_files(self) -> tuple[_FileId, ...]:
+    def _are_gone(self) -> bool:
+        """Return whether the files of the backend are not there any more, or are others."""
+        known, self._file_ids = self._file_ids, self._find_files()
+        # None: they may have gone before anybody looked, just after the backend was opened.
+        return None in self._file_ids or any(
+            before not in (now, _UNKNOWN) for before, now in zip(known, self._file_ids, strict=True)
+        )
+
+    def _find_files(self) -> list[_FileId]:
         """Return what the names of the directory, and of a database in it, lead to now."""
-        if self._directory is None:
-            return ()
-        paths = (self._directory, self._directory / "payload" / "data.mdb")
-        known = self._file_ids or (None,) * len(paths)
-        return tuple(map(_file_id, paths, known))
+        return list(map(_file_id, self._paths, self._file_ids))
 
 
 def _file_id(path: Path, known: _FileId) -> _FileId:

@@ -132,7 +132,7 @@ class LmdbBackend:
         failed = dict.fromkeys(np.flatnonzero(~fits).tolist(), FailureReason.LAYOUT)
         indices = np.flatnonzero(fits).tolist()
         places = places[fits]
-        self._note_seen(places)
+        self._note_seen(set(places["segment"].tolist()))
         for start, stop in self._codec.spans([len(records[index].slot) for index in indices]):
             chosen = indices[start:stop]
             refused = self._write_values([records[index] for index in chosen], places[start:stop])
@@ -147,7 +147,7 @@ class LmdbBackend:
         causes = Counter({"impossible place": len(failed)} if failed else {})
         indices = np.flatnonzero(fits).tolist()
         places = places[fits]
-        self._note_seen(places)
+        self._note_seen(set(places["segment"].tolist()))
         sizes = places["payload_bytes"].tolist()
         batch = ReadBatch(
             keys=[records[index].key for index in indices],
@@ -222,17 +222,19 @@ class LmdbBackend:
         with self._environment() as env:
             env.sync()
 
-    def lost_segments(self) -> AbstractSet[int]:
+    def lost_segments(self, relied_on: AbstractSet[int] = frozenset()) -> AbstractSet[int]:
         """Return the segments in a database that is gone. See `Backend.lost_segments`."""
         try:
             with self._environment() as env:
                 if not env.is_lost():
-                    return frozenset()
+                    absent = _absent_segments(env, relied_on - set(self._seen))
+                    self._note_seen(relied_on - absent)
+                    return absent
         except ClosedError:
             return frozenset()
         with self._lock:
             lost, self._seen = frozenset(self._seen), {}
-        return lost
+        return lost | relied_on
 
     def close(self) -> None:
         """Close the environment when the calls under way have ended; idempotent."""
@@ -240,8 +242,7 @@ class LmdbBackend:
             self._opened = False
             self._close_unused()
 
-    def _note_seen(self, places: npt.NDArray[np.void]) -> None:
-        segments = set(places["segment"].tolist())
+    def _note_seen(self, segments: AbstractSet[int]) -> None:
         with self._lock:
             for segment in segments:
                 self._seen.pop(segment, None)
@@ -364,6 +365,19 @@ def _delete_run(cursor: Cursor, bound: tuple[int, int, int], budget: int) -> int
         found = cursor.delete() and bool(cursor.key())
         budget -= 1
     return budget
+
+
+def _absent_segments(env: LmdbEnv, segments: AbstractSet[int]) -> AbstractSet[int]:
+    """Return the segments of which the database has nothing."""
+    if not segments:
+        return segments
+    with env.read_views() as txn, txn.cursor() as cursor:
+        return {
+            segment
+            for segment in segments
+            if not cursor.set_range((segment << 32).to_bytes(8, "big"))
+            or int.from_bytes(cursor.key()[:4], "big") != segment
+        }
 
 
 def _age_free_pages(env: LmdbEnv) -> None:

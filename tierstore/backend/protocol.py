@@ -63,11 +63,16 @@ class Backend(Protocol):
             BackendError: the device refused.
         """
 
-    def lost_segments(self) -> AbstractSet[int]:
+    def lost_segments(self, relied_on: AbstractSet[int] = frozenset()) -> AbstractSet[int]:
         """Return segments that were written or read here and whose bytes are gone; each once.
+
+        Others are looked for that are `relied_on`, and are remembered as well from now on.
 
         Somebody removed, moved, replaced or shortened their files. Those that `release` emptied are
         none of them; those that another process has emptied may be.
+
+        Raises:
+            BackendError: nobody can tell.
         """
 
     def close(self) -> None:

@@ -12,11 +12,12 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, Self
 
 from tierstore.backend.inventory import segment_name
+from tierstore.backend.seen_files import SeenFiles
 from tierstore.block_units import UNSUPPORTED
 from tierstore.directory import Directory
 from tierstore.errors import BackendError
@@ -32,10 +33,6 @@ _FILE_BYTES_MAX = (1 << 63) - 1
 _GIVEN_BACK_MAX = 1 << 14
 """Ranges of segments that are not there, of which so many are remembered; most of these segments
 were removed by others and never come again."""
-_SEEN_MAX = 1 << 16
-"""Segments whose files are remembered: others may have removed most of them."""
-_GONE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EPERM, errno.ESTALE}
-"""What the name of a directory, or of a segment, leads to is not ours."""
 
 
 class Segment:
@@ -49,18 +46,6 @@ class Segment:
         self.address = 0 if mapping is None else buffer_address(mapping)
         self.users = 1
         self.cached = False
-
-
-class _FileId(NamedTuple):
-    """Which file it is, and how long."""
-
-    device: int
-    inode: int
-    size_bytes: int
-
-    def holds(self, before: Self) -> bool:
-        """Return whether what was in a file before is in this one still, as far as one can see."""
-        return self[:2] == before[:2] and self.size_bytes >= before.size_bytes
 
 
 class SegmentFiles:
@@ -82,9 +67,7 @@ class SegmentFiles:
         """Ranges of segments that are not there, which may yet be created and allocated whole."""
         self._segments: OrderedDict[int, Segment] = OrderedDict()
         self._unflushed: set[int] = set()
-        self._seen: dict[int, _FileId] = {}
-        """The file that each segment had when it was last opened, and its size."""
-        self._lost: set[int] = set()
+        self._seen = SeenFiles()
         self._closed = False
 
     def open(self, *, direct: bool, mapped: bool) -> None:
@@ -198,8 +181,7 @@ class SegmentFiles:
                 self._given_back.pop(segment, None)  # a segment that is empty never comes again
             with self._lock:
                 self._unflushed.discard(segment)
-                self._seen.pop(segment, None)
-                self._lost.discard(segment)
+            self._seen.forget(segment)
 
     def _empty(self, segment: int) -> None:
         try:
@@ -209,37 +191,15 @@ class SegmentFiles:
             if error.errno not in UNSUPPORTED:
                 raise
 
-    def take_lost(self) -> set[int]:
-        """Return the segments that had a file which is not there any more, or is cut off; once."""
-        with self._lock:
-            lost, self._lost = self._lost, set()
-            seen = list(self._seen.items())
-        for segment in self._find_lost(seen):
-            lost.add(segment)
-            with self._lock:
-                self._seen.pop(segment, None)
+    def take_lost(self, relied_on: AbstractSet[int] = frozenset()) -> set[int]:
+        """Return the segments that had a file which is not there any more, or is cut off; once.
+
+        Of those that are `relied_on` and were not opened yet, the ones without a file.
+        """
+        lost = self._seen.take_lost(self._opened, relied_on)
+        for segment in lost:
+            self._forget(segment)  # who uses it again takes note of what he finds
         return lost
-
-    def _find_lost(self, seen: list[tuple[int, _FileId]]) -> Iterator[int]:
-        try:
-            with self._opened() as directory:
-                for segment, before in seen:
-                    if _is_lost(directory, segment, before):
-                        yield segment
-        except OSError as error:
-            if error.errno in _GONE:
-                yield from (segment for segment, _ in seen)
-
-    def _note(self, segment: int, status: os.stat_result) -> None:
-        """Remember the file of a segment, and whether it is not the one it was."""
-        file_id = _FileId(status.st_dev, status.st_ino, status.st_size)
-        with self._lock:
-            before = self._seen.pop(segment, file_id)
-            if not file_id.holds(before):
-                self._lost.add(segment)
-            self._seen[segment] = file_id
-            if len(self._seen) > _SEEN_MAX:
-                del self._seen[next(iter(self._seen))]
 
     @property
     def unflushed(self) -> list[int]:
@@ -373,7 +333,7 @@ class SegmentFiles:
         except BaseException:
             os.close(fd)
             raise
-        self._note(segment, os.fstat(fd))
+        self._seen.note(segment, fd)
         self.forget_unlinked()
         unused = []
         with self._lock:
@@ -412,9 +372,8 @@ class SegmentFiles:
         """
         with self._create_lock:
             fd = self._open_file(segment, self._flags | os.O_CREAT)
-            status = os.fstat(fd)
-            size_bytes = status.st_size
-            self._note(segment, status)
+            size_bytes = os.fstat(fd).st_size
+            self._seen.note(segment, fd)
             try:
                 if size_bytes < segment_bytes:
                     self._extend(fd, max(size_bytes, offset), segment_bytes)
@@ -424,8 +383,7 @@ class SegmentFiles:
                 os.close(fd)
                 if size_bytes == 0:
                     self._unlink(segment)
-                    with self._lock:
-                        self._seen.pop(segment, None)
+                    self._seen.drop(segment)
                 raise
             return self._insert(segment, fd)
 
@@ -436,14 +394,6 @@ class SegmentFiles:
             if error.errno not in UNSUPPORTED:
                 raise
             self._system.truncate(fd, end)  # blocks come with the bytes, then
-
-
-def _is_lost(directory: Directory, segment: int, before: _FileId) -> bool:
-    try:
-        status = directory.status(segment_name(segment))
-    except OSError as error:
-        return error.errno in _GONE  # otherwise the device fails, which tells nothing
-    return not _FileId(status.st_dev, status.st_ino, status.st_size).holds(before)
 
 
 def _map(fd: int) -> mmap.mmap | None:

@@ -465,7 +465,7 @@ class TransferExecutor:
             try:
                 backend.sync()
             finally:
-                also(backend.lost_segments())
+                also(backend.lost_segments)
             why = ""
         except BackendError as error:
             why = str(error)

@@ -7,8 +7,8 @@ from typing import TypeAlias
 
 __all__ = ["AfterSync", "PendingSync"]
 
-AfterSync: TypeAlias = Callable[[AbstractSet[int]], None]
-"""Called when the payload was flushed, or was not, with the segments that were lost
+AfterSync: TypeAlias = Callable[[Callable[[AbstractSet[int]], AbstractSet[int]]], None]
+"""Called when the payload was flushed, or was not, with what finds the segments that were lost
 (`Backend.lost_segments`); may raise `BackendError`, which counts as a failure of the flush."""
 
 

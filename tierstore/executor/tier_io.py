@@ -50,6 +50,7 @@ class TierIo:
             config.name,
             partial(opener, config, manifest, rank=rank, rank_count=rank_count),
             config.path / f"rank{rank}",
+            has_database=config.backend == "lmdb",
         )
         self.backend: Backend = late
         self.owners = OwnerLocks(config.path)

@@ -70,6 +70,8 @@ class Cascade:
         self._queue_bytes_max = queue_bytes_max
         self.retried_ticket = 0
         """The last one that asked again for chunks whose demote had failed."""
+        self.loss_count = 0
+        """How often payload was found gone."""
         self._demotes = Demotes()
         self._trial_ticket = 0
         """The first of the last trial: what began before says nothing of the tier now."""
@@ -312,20 +314,17 @@ class Cascade:
         self._settled &= self._in_flight
 
     def hear_losses(self) -> bool:
-        """Take note of payload that is gone, what is in memory is to be written again.
+        """Take note of payload that is gone, with records: return whether there was any.
 
-        Returns whether there was any with records.
+        What is in memory is to be written again.
         """
-        lost_segments = self._secondary.take_lost()
-        if lost_segments:
-            self._failures.note_lost(
-                self._asked_for(),
-                lost_segments,
-                held=self._demotes.held_keys(),
-                ticket=self._demotes.newest_ticket,
-            )
+        is_lost = self._secondary.take_lost()
+        if is_lost:
+            self.loss_count += 1
+            held, newest = self._demotes.held_keys(), self._demotes.newest_ticket
+            self._failures.note_lost(self._asked_for(), held=held, ticket=newest)
             self._settled &= self._in_flight
-        return bool(lost_segments)
+        return is_lost
 
     def _asked_for(self) -> list[OffloadKey]:
         """Return the chunks in memory that the tier was asked to record, the hottest first."""
@@ -372,9 +371,8 @@ class Cascade:
         if self._config.cascade != "write_through":
             self._settled.update(keys)
             self._in_flight.update(keys)
-        lost_segments = self._failures.lost_segments(keys)
         for ticket, part in self._demotes.begin(group_idx, keys, chunk_bytes):
-            self._secondary.request_places(ticket, part, chunk_bytes, lost_segments)
+            self._secondary.request_places(ticket, part, chunk_bytes)
 
     def _is_back(self) -> bool:
         """Return whether the tier is in use again and what failed was not asked for since."""
@@ -410,7 +408,7 @@ class Cascade:
             chosen = set(placed.keys)
             recorded = tuple(key for key in waiting.keys if key not in chosen)
             self._finish_keys(waiting.group_idx, recorded)
-            self._failures.on_recorded(recorded, placed.ticket)
+            self._settled -= self._failures.on_recorded(recorded, placed.ticket)
         if not placed.keys:
             return None
         slots = self._primary.locate(placed.keys)

@@ -248,13 +248,13 @@ class Catalog:
         return segments if self._config.backend == "file" else dict.fromkeys(segments, 0)
 
     def segments_in_use(self, segments: Iterable[int]) -> frozenset[int]:
-        """Return those of the segments that have records.
+        """Return those of the segments that have records, or into which some are being written.
 
         Raises:
             BackendError: the catalog cannot be read.
         """
         with self._env.read() as txn:
-            return frozenset(s for s in segments if Space.has_records(txn, self._databases, s))
+            return frozenset(s for s in segments if Space.is_in_use(txn, self._databases, s))
 
     def locate(
         self,

@@ -18,6 +18,7 @@ __all__ = [
     "ForgetNamespace",
     "Freed",
     "Leave",
+    "LosePayload",
     "Operation",
     "Placed",
     "Refused",
@@ -95,8 +96,6 @@ class RequestPlaces:
     ticket: int
     keys: tuple[OffloadKey, ...]
     payload_bytes: int
-    lost_segments: frozenset[int] = frozenset()
-    """A record there leads to nothing any more, and is removed."""
     is_noted: bool = False
     """Whether those of the keys that are recorded were touched, or removed, already."""
 
@@ -146,6 +145,13 @@ class BeginEpoch:
 
 
 @dataclass(frozen=True, slots=True)
+class LosePayload:
+    """What was recorded in these segments until now leads to nothing; it is recorded anew."""
+
+    segments: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Evict:
     """Look again whether there is room for what waits and for what comes next."""
 
@@ -171,6 +177,7 @@ Operation = (
     | ReleaseDone
     | ForgetNamespace
     | BeginEpoch
+    | LosePayload
     | Evict
     | SweepGarbage
     | Leave

@@ -1,6 +1,6 @@
 """What one write transaction of the catalog can do; nothing outside changes before it commits."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,6 +10,7 @@ from tierstore.errors import CatalogDamagedError
 from tierstore.geometry import SpaceGeometry
 from tierstore.key import NAMESPACE_BYTES, OffloadKey
 from tierstore.lmdb_library import Transaction
+from tierstore.tier.catalog_messages import Evicted, Freed, SecondaryEvent
 from tierstore.tier.catalog_schema import (
     ORDER_PAGES_BYTES,
     RECORD_DTYPE,
@@ -69,9 +70,20 @@ class CatalogTxn:
         self.floors = Floors(txn, databases)
         self.namespaces = Namespaces(txn, databases, space, self.floors)
         self.evicted: list[OffloadKey] = []
+        self.relied_on: set[int] = set()
+        """Where the records lie that were found instead of being made."""
         self.freed: tuple[int, PendingRow] | None = None
         """The release, by id, of what this transaction freed; None: nothing, or it goes on."""
         self._dropped_count = 0
+
+    def events(self, adopted: Iterable[tuple[int, PendingRow]] = ()) -> list[SecondaryEvent]:
+        """Return what this transaction evicted, and what has to be given back when it is over."""
+        events: list[SecondaryEvent] = [Freed.of(*release) for release in adopted]
+        if self.evicted:
+            events.append(Evicted(tuple(self.evicted)))
+        if self.freed:
+            events.append(Freed.of(*self.freed))
+        return events
 
     def may_evict(self) -> bool:
         """Return whether this transaction may drop further records."""
@@ -79,14 +91,9 @@ class CatalogTxn:
 
     def recorded(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Return the keys that have a record, in order, each once."""
-        unique = list(dict.fromkeys(keys))
-        values = list(map(partial(self._txn.get, db=self._databases.records), unique))
-        hide = self.floors.hide if self.floors else None
-        return [
-            key
-            for key, value in zip(unique, values, strict=True)
-            if value is not None and not (hide and hide(key, value))
-        ]
+        found, records = self._find(list(dict.fromkeys(keys)))
+        self.relied_on.update(records["place"]["segment"].tolist())
+        return found
 
     def reserve(self, keys: Sequence[OffloadKey], payload_bytes: int) -> Ticket:
         """Allocate one place per key, all of one namespace; the caller has made room."""
@@ -162,11 +169,18 @@ class CatalogTxn:
             self._delete_order(records)
             self._free(records)
 
-    def remove_lost(self, keys: Sequence[OffloadKey], segments: Collection[int]) -> None:
-        """Forget those of the records that lie in these segments, whose bytes are gone."""
+    def remove_before(self, keys: Sequence[OffloadKey], ends: Mapping[int, int]) -> None:
+        """Forget those of the records that lie before these pages, by segment."""
         found, records = self._find(list(dict.fromkeys(keys)))
-        is_lost = np.isin(records["place"]["segment"], list(segments))
-        self.remove([found[index] for index in np.flatnonzero(is_lost).tolist()])
+        segments = records["place"]["segment"].tolist()
+        pages = records["place"]["header_page"].tolist()
+        self.remove(
+            [
+                key
+                for key, segment, page in zip(found, segments, pages, strict=True)
+                if page < ends.get(segment, 0)
+            ]
+        )
 
     def evict(self, page_count: int, record_count: int = 1) -> int:
         """Evict the oldest unpinned records until both counts are reached; return how many went.

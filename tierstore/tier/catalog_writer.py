@@ -26,10 +26,10 @@ from tierstore.tier.catalog_messages import (
     Committed,
     CommitTicket,
     Evict,
-    Evicted,
     ForgetNamespace,
     Freed,
     Leave,
+    LosePayload,
     Operation,
     Placed,
     Refused,
@@ -40,8 +40,8 @@ from tierstore.tier.catalog_messages import (
     SweepGarbage,
     TouchKeys,
 )
-from tierstore.tier.catalog_schema import PendingRow
 from tierstore.tier.catalog_txn import CatalogTxn, Ticket
+from tierstore.tier.lost_payload import LostPayload
 from tierstore.tier.sweep import Sweep
 from tierstore.transfer import FailureReason, Place
 
@@ -84,6 +84,8 @@ class CatalogWriter:
         self._retained_at = 0.0
         self._answered: set[int] = set()
         """Tickets whose commit is retained, but was answered when it failed."""
+        self.lost = LostPayload()
+        """What the next requests have to record anew."""
         self._sweep: Sweep | None = None
         self._held_since: float | None = None
         self._adopted_at = clock.seconds()
@@ -137,7 +139,7 @@ class CatalogWriter:
             self._log("recovery failed", error)
         else:
             self._sweep = Sweep(floors) if floors else None
-            self.events.extend(_outcome(work, releases))
+            self.events.extend(work.events(releases))
         self.handle([Evict()])
 
     def adopt_orphans(self, segments: Mapping[int, int]) -> None:
@@ -151,7 +153,7 @@ class CatalogWriter:
             self._log("orphans could not be released", error)
             return
         self._needs_sync = True
-        self.events.extend(_outcome(work, releases))
+        self.events.extend(work.events(releases))
 
     def abandon(self) -> tuple[list[SecondaryEvent], set[int], list[Operation]]:
         """Give everything up, for the catalog is lost.
@@ -260,8 +262,9 @@ class CatalogWriter:
         for ticket in opened.values():
             self._writing.update(ticket.keys)
         self.waiting = waiting
+        self.lost.rely_on(work.relied_on)
         self._sweep = None if sweep is None or sweep.is_over else sweep
-        events.extend(_outcome(work))
+        events.extend(work.events())
         for ticket_id, reason in closed.items():
             self._answer_commit(ticket_id, reason)
         self._answered.difference_update(closed)
@@ -287,6 +290,8 @@ class CatalogWriter:
                 work.space.release(release_id)
             case BeginEpoch(namespace, manifest_json):
                 work.namespaces.begin_epoch(namespace, manifest_json)
+            case LosePayload(segments):
+                self.lost.note(work.space, segments)
             case Evict(page_count) if page_count:
                 work.evict(page_count)
             case Leave():
@@ -309,8 +314,8 @@ class CatalogWriter:
         adopted = False
         while waiting:
             request = waiting[0]
-            if request.lost_segments and not request.is_noted:
-                work.remove_lost(request.keys, request.lost_segments)
+            if not request.is_noted:
+                self.lost.remove_records(work, request.keys)
             recorded = work.recorded(request.keys)
             if recorded and not request.is_noted:
                 # Storing a chunk once more is a use of it, head last: before anything is evicted.
@@ -426,7 +431,7 @@ class CatalogWriter:
         self.forgotten_count += 1
         self._sweep = Sweep(floors)
         self._needs_sync = True
-        self.events.extend(_outcome(work))
+        self.events.extend(work.events())
         return None
 
     def _sweep_step(self) -> None:
@@ -470,7 +475,7 @@ class CatalogWriter:
                             self._writing.difference_update(ticket.keys)
                 case ForgetNamespace() | BeginEpoch():
                     self._retained.append(operation)
-                case ReleaseDone() if not is_damage:
+                case ReleaseDone() | LosePayload() if not is_damage:
                     self._retained.append(operation)
                 case _:
                     pass
@@ -484,15 +489,3 @@ class CatalogWriter:
         if cause not in self._logged:
             self._logged.add(cause)
             _logger.warning("%s: cause=%s", event, error)
-
-
-def _outcome(
-    work: CatalogTxn, adopted: Iterable[tuple[int, PendingRow]] = ()
-) -> list[SecondaryEvent]:
-    """Return what a transaction evicted, and what has to be given back, once it was committed."""
-    events: list[SecondaryEvent] = [Freed.of(*release) for release in adopted]
-    if work.evicted:
-        events.append(Evicted(tuple(work.evicted)))
-    if work.freed:
-        events.append(Freed.of(*work.freed))
-    return events

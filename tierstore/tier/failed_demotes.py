@@ -35,8 +35,7 @@ class FailedDemotes:
         self._writes_until_retry = 1
         self._backoff = 1
         self._lost: set[OffloadKey] = set()
-        """What is recorded of them leads to nothing, if it is recorded in a lost segment."""
-        self._lost_segments: frozenset[int] = frozenset()
+        """Those of which demotes up to this ticket may have been written into what is gone."""
         self._lost_ticket = 0
 
     def __bool__(self) -> bool:
@@ -69,30 +68,23 @@ class FailedDemotes:
     def note_lost(
         self,
         keys: Collection[OffloadKey],
-        segments: frozenset[int],
         *,
         held: AbstractSet[OffloadKey],
         ticket: int,
     ) -> None:
-        """Remember resident chunks that may be recorded in segments whose payload is gone.
+        """Remember resident chunks whose payload may be gone.
 
         Those that are `held` by demotes up to `ticket` may have been written there: they are asked
         for again once they are recorded.
         """
-        self._lost.update(keys)
-        self._lost_segments |= segments
+        self._lost.update(key for key in keys if key in held)
         self._lost_ticket = ticket
         self.note_unasked([key for key in keys if key not in held], _PAYLOAD_LOST)
-
-    def lost_segments(self, keys: Collection[OffloadKey]) -> frozenset[int]:
-        """Return where a record of these chunks is to be replaced when they are asked for."""
-        return frozenset() if self._lost.isdisjoint(keys) else self._lost_segments
 
     def forget(self, keys: Iterable[OffloadKey]) -> None:
         """Take note of chunks that left memory."""
         self.drop(keys)
-        if self._lost:
-            self._end_loss(keys)
+        self._lost.difference_update(keys)
 
     def drop(self, keys: Iterable[OffloadKey]) -> None:
         """Take note of chunks that are asked for anyway."""
@@ -108,8 +100,7 @@ class FailedDemotes:
         self.note_unasked(again, _PAYLOAD_LOST)
         keys = [key for key in keys if key not in again] if again else keys
         self.drop(keys)
-        if self._lost:
-            self._end_loss(keys)
+        self._lost.difference_update(keys)
         if self._asked:
             self._asked.difference_update(keys)
             if not self._asked and not self._refused:
@@ -120,12 +111,7 @@ class FailedDemotes:
         """Forget all."""
         self.drop(self.keys())
         self._asked.clear()
-        self._end_loss(list(self._lost))
-
-    def _end_loss(self, keys: Iterable[OffloadKey]) -> None:
-        self._lost.difference_update(keys)
-        if not self._lost:
-            self._lost_segments = frozenset()
+        self._lost.clear()
 
     def on_written(self) -> None:
         """Take note of a write that succeeded."""

@@ -2,11 +2,13 @@
 
 import logging
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
+from typing import TypeAlias
 
 from tierstore.bounded_log import bounded
 from tierstore.clock import MonotonicClock
@@ -28,6 +30,7 @@ from tierstore.tier.catalog_messages import (
     Evicted,
     ForgetNamespace,
     Leave,
+    LosePayload,
     Operation,
     ReleaseDone,
     RemoveKeys,
@@ -48,6 +51,9 @@ from tierstore.transfer import Place
 __all__ = ["SecondaryTier"]
 
 _logger = bounded(logging.getLogger(__name__))
+
+LostFinder: TypeAlias = Callable[[AbstractSet[int]], AbstractSet[int]]
+"""`Backend.lost_segments`."""
 
 _CLOSE_SECONDS = 30.0
 _ADVICE_WAITING_MAX = 1024
@@ -122,6 +128,7 @@ class SecondaryTier:
         """Called by `poll` and `wait` when the catalog in use was lost, with its records."""
         self.change_count = 0
         """How often the catalog in use was lost or opened, as `poll` and `wait` have found."""
+        self._losing = threading.Lock()
         self._lost: deque[AbstractSet[int]] = deque()
         """Segments, from `sync` to `take_lost`."""
         self._doubted: Catalog | None = None
@@ -262,20 +269,14 @@ class SecondaryTier:
                 _logger.warning("locate failed: tier=%s cause=%s", self._name, error)
             raise
 
-    def request_places(
-        self,
-        ticket: int,
-        keys: Sequence[OffloadKey],
-        payload_bytes: int,
-        lost_segments: frozenset[int] = frozenset(),
-    ) -> None:
+    def request_places(self, ticket: int, keys: Sequence[OffloadKey], payload_bytes: int) -> None:
         """Ask for one place per key, all of `payload_bytes`; answered by `Placed` or `Refused`.
 
         Evicts in the tier's order as needed; waits (in the queue, not the caller) until the bytes
-        of victims were given back. Keys that are recorded, but not in `lost_segments`, or are being
-        written are left out. A ticket with an empty `Placed` needs no `commit`.
+        of victims were given back. Keys that are recorded, but not in what `take_lost` has found,
+        or are being written are left out. A ticket with an empty `Placed` needs no `commit`.
         """
-        self._put(RequestPlaces(ticket, tuple(keys), payload_bytes, lost_segments))
+        self._put(RequestPlaces(ticket, tuple(keys), payload_bytes))
 
     def commit(self, ticket: int, failed: Collection[int] = ()) -> None:
         """Publish the records of a `Placed`, but for those that could not be written (by index)."""
@@ -399,19 +400,18 @@ class SecondaryTier:
         except (BackendError, CatalogError, ClosedError) as error:
             return [str(error)]
 
-    def sync(self, lost_segments: AbstractSet[int] = frozenset()) -> None:
+    def sync(self, find_lost: LostFinder | None = None) -> None:
         """Flush the catalog to the device; for a thread that may wait.
 
-        What is recorded in `lost_segments`, whose payload is gone, is left for `take_lost`.
+        What `find_lost` says (`Backend.lost_segments`) is left for `take_lost`.
 
         Raises:
             BackendError: the device refused, there is no catalog, or it has not done a reset yet,
                 or its path was lost, with what was recorded there.
         """
-        if lost_segments:
-            with suppress(BackendError, CatalogError, ClosedError):
-                lost_segments = self._catalog.segments_in_use(lost_segments)
-            self._lost.append(lost_segments)
+        if find_lost is not None:
+            with self._losing:  # or another flush would find nothing, and end before this one
+                self._find_lost(find_lost)
         self._require_reset()
         catalog = self._catalog
         try:
@@ -423,9 +423,26 @@ class SecondaryTier:
             self._keeper.look()
             raise BackendError(f"secondary {self._config.name!r}: its path is lost")
 
-    def take_lost(self) -> frozenset[int]:
-        """Return the segments with records whose payload `sync` has found gone; each once."""
-        return frozenset().union(*take_all(self._lost))
+    def _find_lost(self, find_lost: LostFinder) -> None:
+        opened = self._desk.opened
+        relied_on = frozenset[int]() if opened is None else opened.writer.lost.relied_on
+        segments = find_lost(relied_on)
+        if opened is not None:
+            opened.writer.lost.note_looked_for(relied_on)
+        if segments:
+            with suppress(BackendError, CatalogError, ClosedError):
+                segments = self._catalog.segments_in_use(segments)
+            self._lost.append(segments)
+
+    def take_lost(self) -> bool:
+        """Return whether `sync` has found payload gone, once.
+
+        What was recorded there until now is recorded anew when it is asked for.
+        """
+        segments = frozenset[int]().union(*take_all(self._lost))
+        if segments:
+            self._put(LosePayload(segments))
+        return bool(segments)
 
     def _require_reset(self) -> None:
         """Try a reset once more that a failing catalog has not done."""

@@ -92,10 +92,11 @@ class Space:
         return None if value is None else StateRow.read_version(value)
 
     @staticmethod
-    def has_records(txn: Transaction, databases: Databases, segment: int) -> bool:
-        """Return whether records lie in a segment, as a transaction finds it."""
+    def is_in_use(txn: Transaction, databases: Databases, segment: int) -> bool:
+        """Return whether records lie in a segment, or are written, as a transaction finds it."""
         value = txn.get(segment_key(segment), db=databases.segments)
-        return value is not None and SegmentRow.unpack(value).record_count > 0
+        row = None if value is None else SegmentRow.unpack(value)
+        return row is not None and bool(row.record_count or row.writing_count)
 
     def segment(self, segment: int) -> SegmentRow:
         """Return the row of a segment, to be changed in place.

@@ -90,9 +90,9 @@ class FaultyBackend:
             raise BackendError("injected fault: sync")
         self._backend.sync()
 
-    def lost_segments(self) -> AbstractSet[int]:
+    def lost_segments(self, relied_on: AbstractSet[int] = frozenset()) -> AbstractSet[int]:
         """Return what the backend says."""
-        return self._backend.lost_segments()
+        return self._backend.lost_segments(relied_on)
 
     def close(self) -> None:
         """Close the backend."""
@@ -177,9 +177,9 @@ class PlannedBackend:
         if self._require("sync") is None:
             self._backend.sync()
 
-    def lost_segments(self) -> AbstractSet[int]:
+    def lost_segments(self, relied_on: AbstractSet[int] = frozenset()) -> AbstractSet[int]:
         """Return what the backend says."""
-        return self._backend.lost_segments()
+        return self._backend.lost_segments(relied_on)
 
     def close(self) -> None:
         """Close the backend."""
