@@ -267,7 +267,8 @@ class TierStore:
 
         `on_evict` tiers receive all chunks in memory that they do not have yet. What could not be
         written before is tried again. What was written is written again if its file is gone: a
-        look at each file that was used, about 2 us. What has been changed in a file is not seen.
+        look at each file that was used, about 2 us. What is lost again meanwhile is written up to
+        three times. What has been changed in a file is not seen.
 
         Raises:
             BackendError: chunks in memory are missing in a tier, whose device refused them or has
