@@ -251,7 +251,7 @@ def test_chunks_that_were_stored_before_are_looked_for_when_they_are_stored_agai
         assert CHUNKS.found(store, STORED) == list(STORED)
 
 
-# A file that was replaced or cut off meanwhile is not compared with anything: a miss when it is read.
+# A file that was replaced or cut off meanwhile is compared with nothing: a miss when it is read.
 @VANISHED
 def test_what_vanished_while_nobody_had_it_open_is_written_again_when_it_is_stored_again(
     tmp_path, backend, lose
