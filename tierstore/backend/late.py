@@ -50,6 +50,7 @@ class LateBackend:
             [*names, *(path / "payload" / "data.mdb" for path in names)] if has_database else names
         )
         self._directory = directory
+        self._has_database = has_database
         self._file_ids: list[_FileId] = []
         """Of the open backend."""
         self._closed = False
@@ -161,8 +162,9 @@ class LateBackend:
     def _are_gone(self) -> bool:
         """Return whether the files of the backend are not there any more, or are others."""
         known, self._file_ids = self._file_ids, self._find_files()
-        # None: they may have gone before anybody looked, just after the backend was opened.
-        return None in self._file_ids or any(
+        # A database may have gone before anybody looked, just after the backend was opened.
+        is_without = self._has_database and None in self._file_ids
+        return is_without or any(
             before not in (now, _UNKNOWN) for before, now in zip(known, self._file_ids, strict=True)
         )
 
