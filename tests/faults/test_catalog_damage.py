@@ -4,8 +4,8 @@ import pytest
 from store_kit import MIB, Chunks, config_of, du, misses
 
 from tierstore.directory import Directory
-from tierstore.lmdb_env import LmdbEnv
-from tierstore.lmdb_file import seal
+from tierstore.lmdb_env.env import LmdbEnv
+from tierstore.lmdb_env.seal import seal
 from tierstore.tier.catalog_schema import Databases
 from tierstore.tier.space import Space
 

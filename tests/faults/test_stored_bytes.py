@@ -11,7 +11,7 @@ from store_kit import MIB, Chunks, config_of, du
 
 from tierstore.errors import CatalogDamagedError, TierStoreError
 from tierstore.key import make_offload_keys
-from tierstore.lmdb_env import LmdbEnv
+from tierstore.lmdb_env.env import LmdbEnv
 from tierstore.manifest import Manifest
 from tierstore.record import HEADER_BYTES, PLACE_BYTES, explain_mismatch, parse_places
 from tierstore.testing.spread import spread_hashes

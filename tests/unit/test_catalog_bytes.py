@@ -12,7 +12,7 @@ import pytest
 from catalog_harness import MIB, Harness
 
 from tierstore.layout import PAGE_BYTES
-from tierstore.lmdb_env import LmdbEnv
+from tierstore.lmdb_env.env import LmdbEnv
 from tierstore.tier.catalog_messages import (
     CommitTicket,
     Evict,
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 READER = """
 import sys
 from pathlib import Path
-from tierstore.lmdb_env import LmdbEnv
+from tierstore.lmdb_env.env import LmdbEnv
 env = LmdbEnv.open(Path(sys.argv[1]), map_bytes=1 << 38)
 with env.read() as txn:
     txn.stat()

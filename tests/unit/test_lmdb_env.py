@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tierstore.errors import BackendError
-from tierstore.lmdb_env import LmdbEnv
+from tierstore.lmdb_env.env import LmdbEnv
 
 TRY_TO_LOCK = textwrap.dedent("""
     import fcntl, sys

@@ -11,8 +11,8 @@ import pytest
 
 from tierstore.directory import Directory
 from tierstore.errors import BackendError
-from tierstore.lmdb_env import LmdbEnv
-from tierstore.lmdb_lock import library_lock
+from tierstore.lmdb_env.env import LmdbEnv
+from tierstore.lmdb_env.lock import library_lock
 
 ROOT = Path(__file__).parents[2]
 MAP_BYTES = 1 << 22
@@ -20,7 +20,7 @@ MAP_BYTES = 1 << 22
 HOLDER = """
 import sys
 from pathlib import Path
-from tierstore.lmdb_env import LmdbEnv
+from tierstore.lmdb_env.env import LmdbEnv
 env = LmdbEnv.open(Path(sys.argv[1]), map_bytes=1 << 22, sealed=True)
 with env.write() as txn:
     txn.put(b"held", b"by another")

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierstore.lmdb_image import find_damage, image_bytes
-from tierstore.lmdb_page import DB_DTYPE, META_DTYPE
+from tierstore.lmdb_env.page import DB_DTYPE, META_DTYPE
+from tierstore.lmdb_env.verify import find_damage, image_bytes
 
 PAGE = 4096
 BRANCH, LEAF, OVERFLOW = 1, 2, 4

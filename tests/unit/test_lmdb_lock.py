@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from planted import plant
 
-from tierstore import lmdb_lock
 from tierstore.directory import Directory
 from tierstore.errors import BackendError
-from tierstore.lmdb_env import LmdbEnv
-from tierstore.lmdb_lock import LOCK_FILE_BYTES, library_lock, opening_lock
+from tierstore.lmdb_env import lock as lmdb_lock
+from tierstore.lmdb_env.env import LmdbEnv
+from tierstore.lmdb_env.lock import LOCK_FILE_BYTES, library_lock, opening_lock
 
 MAP_BYTES = 1 << 20
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tierstore.directory import Directory
-from tierstore.lmdb_env import LmdbEnv
-from tierstore.lmdb_reach import ReachedPages
+from tierstore.lmdb_env.env import LmdbEnv
+from tierstore.lmdb_env.reach import ReachedPages
 
 
 @pytest.mark.parametrize(("name", "size"), [("data.mdb", 0), ("data.mdb", 4096), ("lock.mdb", 0)])

@@ -7,8 +7,8 @@ import numpy as np
 from packaging.requirements import Requirement
 from source_tree import ROOT
 
-from tierstore.lmdb_image import find_damage
-from tierstore.lmdb_page import META_DTYPE
+from tierstore.lmdb_env.page import META_DTYPE
+from tierstore.lmdb_env.verify import find_damage
 
 KNOWN_FORMAT = 1
 """What LMDB 0.9 writes into the first page of each file, and no other LMDB."""

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import lmdb
 
-from tierstore import lmdb_errors
 from tierstore.config import SecondaryConfig
 from tierstore.errors import BackendFullError
 from tierstore.key import make_offload_keys
-from tierstore.lmdb_env import LmdbEnv
+from tierstore.lmdb_env import errors as lmdb_errors
+from tierstore.lmdb_env.env import LmdbEnv
 from tierstore.manifest import Manifest
 from tierstore.testing.spread import spread_hashes
 from tierstore.tier.catalog_messages import Committed, Evicted, Freed, Placed

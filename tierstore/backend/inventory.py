@@ -13,8 +13,8 @@ from tierstore.directory import FILE_MODE, Directory
 from tierstore.errors import BackendError, BackendForeignError
 from tierstore.geometry import SpaceGeometry
 from tierstore.layout import PAGE_BYTES
-from tierstore.lmdb_env import LmdbEnv
-from tierstore.lmdb_file import DATA_NAME
+from tierstore.lmdb_env.env import LmdbEnv
+from tierstore.lmdb_env.seal import DATA_NAME
 from tierstore.marker import MARKER_NAME
 from tierstore.remedies import explain
 

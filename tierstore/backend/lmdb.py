@@ -33,8 +33,8 @@ from tierstore.errors import (
     TierStoreError,
 )
 from tierstore.geometry import lmdb_body_bytes
-from tierstore.lmdb_env import LmdbEnv
-from tierstore.lmdb_library import Cursor, ViewTransaction
+from tierstore.lmdb_env.env import LmdbEnv
+from tierstore.lmdb_env.library import Cursor, ViewTransaction
 from tierstore.record import EXTENT_RECORDS_MAX, HEADER_BYTES, parse_places
 from tierstore.system import SYSTEM, SystemCalls
 from tierstore.transfer import FailureReason, PageRun

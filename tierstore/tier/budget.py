@@ -14,7 +14,7 @@ from typing import Self
 
 from tierstore.geometry import SpaceGeometry
 from tierstore.layout import PAGE_BYTES
-from tierstore.lmdb_library import Database, Transaction
+from tierstore.lmdb_env.library import Database, Transaction
 from tierstore.tier.catalog_schema import Databases, OwnerRow, StateRow
 
 __all__ = ["GROWTH_PAGES", "Budget", "CatalogSize", "count_live_pages", "read_owners"]

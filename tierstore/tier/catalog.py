@@ -25,8 +25,8 @@ from tierstore.faults import open_system
 from tierstore.geometry import SpaceGeometry
 from tierstore.key import OffloadKey
 from tierstore.layout import PAGE_BYTES
-from tierstore.lmdb_env import LmdbEnv
-from tierstore.lmdb_library import Transaction
+from tierstore.lmdb_env.env import LmdbEnv
+from tierstore.lmdb_env.library import Transaction
 from tierstore.manifest import Manifest
 from tierstore.marker import claim
 from tierstore.record import PLACE_BYTES

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from tierstore.errors import CatalogDamagedError
 from tierstore.geometry import SpaceGeometry
-from tierstore.lmdb_library import Transaction
+from tierstore.lmdb_env.library import Transaction
 from tierstore.manifest import namespace_of
 from tierstore.tier.catalog_schema import (
     ORDER_PAGES_BYTES,

@@ -14,8 +14,8 @@ from tierstore.errors import (
     ManifestError,
 )
 from tierstore.geometry import SpaceGeometry
-from tierstore.lmdb_file import Admission
-from tierstore.lmdb_library import Transaction
+from tierstore.lmdb_env.library import Transaction
+from tierstore.lmdb_env.seal import Admission
 from tierstore.manifest import Manifest, namespace_of
 from tierstore.tier.budget import read_owners
 from tierstore.tier.catalog_check import verify_sums

@@ -27,8 +27,8 @@ import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
 from tierstore.errors import CatalogDamagedError
-from tierstore.lmdb_env import LmdbEnv
-from tierstore.lmdb_library import Database
+from tierstore.lmdb_env.env import LmdbEnv
+from tierstore.lmdb_env.library import Database
 from tierstore.record import PLACE_DTYPE
 
 __all__ = [

@@ -9,7 +9,7 @@ import numpy as np
 from tierstore.errors import CatalogDamagedError
 from tierstore.geometry import SpaceGeometry
 from tierstore.key import NAMESPACE_BYTES, OffloadKey
-from tierstore.lmdb_library import Transaction
+from tierstore.lmdb_env.library import Transaction
 from tierstore.tier.catalog_messages import Evicted, Freed, SecondaryEvent
 from tierstore.tier.catalog_schema import (
     ORDER_PAGES_BYTES,

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.key import NAMESPACE_BYTES, Namespace
-from tierstore.lmdb_library import Transaction
+from tierstore.lmdb_env.library import Transaction
 from tierstore.tier.catalog_schema import (
     Databases,
     RowArray,

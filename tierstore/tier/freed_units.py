@@ -7,7 +7,7 @@
 import numpy as np
 
 from tierstore.errors import CatalogDamagedError
-from tierstore.lmdb_library import Transaction
+from tierstore.lmdb_env.library import Transaction
 from tierstore.tier.catalog_schema import (
     RUN_DTYPE,
     Databases,

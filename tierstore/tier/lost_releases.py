@@ -20,7 +20,7 @@ from tierstore.directory import Directory
 from tierstore.errors import BackendError
 from tierstore.geometry import SpaceGeometry
 from tierstore.layout import PAGE_BYTES
-from tierstore.lmdb_library import Transaction
+from tierstore.lmdb_env.library import Transaction
 from tierstore.remedies import explain
 from tierstore.system import SystemCalls
 from tierstore.tier.catalog_schema import (

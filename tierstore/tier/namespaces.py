@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from tierstore.key import NAMESPACE_BYTES, Namespace
-from tierstore.lmdb_library import Transaction
+from tierstore.lmdb_env.library import Transaction
 from tierstore.tier.budget import read_owners
 from tierstore.tier.catalog_schema import (
     Databases,

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from tierstore.lmdb_library import Transaction
+from tierstore.lmdb_env.library import Transaction
 from tierstore.tier.catalog_schema import (
     Databases,
     PendingRow,

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from tierstore.errors import CatalogDamagedError
 from tierstore.geometry import SpaceGeometry
-from tierstore.lmdb_library import Database, Transaction
+from tierstore.lmdb_env.library import Database, Transaction
 from tierstore.tier.budget import Budget, CatalogSize
 from tierstore.tier.catalog_schema import (
     EXTENT_DTYPE,

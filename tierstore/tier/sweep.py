@@ -8,7 +8,7 @@ open the path starts again.
 from dataclasses import dataclass
 
 from tierstore.key import NAMESPACE_BYTES, Namespace
-from tierstore.lmdb_library import Transaction
+from tierstore.lmdb_env.library import Transaction
 from tierstore.tier.catalog_schema import (
     Databases,
     SegmentRow,

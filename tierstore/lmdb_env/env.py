@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import ClassVar, Self, TypeAlias
 from weakref import WeakValueDictionary
 
-from tierstore import lmdb_file
 from tierstore.directory import Directory
 from tierstore.errors import (
     BackendBusyError,
@@ -22,8 +21,9 @@ from tierstore.errors import (
     BackendError,
     ClosedError,
 )
-from tierstore.lmdb_errors import translate, translate_memory, translate_os
-from tierstore.lmdb_library import (
+from tierstore.lmdb_env import seal as lmdb_file
+from tierstore.lmdb_env.errors import translate, translate_memory, translate_os
+from tierstore.lmdb_env.library import (
     Database,
     Environment,
     LibraryError,
@@ -31,9 +31,9 @@ from tierstore.lmdb_library import (
     ViewTransaction,
     open_library,
 )
-from tierstore.lmdb_lock import opening_lock
-from tierstore.lmdb_reach import ReachedPages
-from tierstore.lmdb_writer import WriterLock
+from tierstore.lmdb_env.lock import opening_lock
+from tierstore.lmdb_env.reach import ReachedPages
+from tierstore.lmdb_env.turns import WriterLock
 from tierstore.marker import open_below
 from tierstore.remedies import explain
 from tierstore.system import SYSTEM, DatabasePoint, SystemCalls

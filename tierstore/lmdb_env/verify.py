@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.lmdb_page import (
+from tierstore.lmdb_env.page import (
     BIG,
     BRANCH,
     DB_DTYPE,

@@ -14,7 +14,7 @@ import os
 from contextlib import ExitStack
 
 from tierstore.directory import Directory
-from tierstore.lmdb_lock import LIBRARY_LOCK_NAME
+from tierstore.lmdb_env.lock import LIBRARY_LOCK_NAME
 
 __all__ = ["ReachedPages"]
 
