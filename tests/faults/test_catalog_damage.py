@@ -3,7 +3,7 @@
 import pytest
 from store_kit import MIB, Chunks, config_of, du, misses
 
-from tierstore.directory import Directory
+from tierstore.device.directory import Directory
 from tierstore.lmdb_env.env import LmdbEnv
 from tierstore.lmdb_env.seal import seal
 from tierstore.tier.catalog_schema import Databases

@@ -22,7 +22,7 @@ STOPPING = """
 import os, signal, sys
 from pathlib import Path
 from tierstore.lmdb_env.env import LmdbEnv
-from tierstore.system import DatabasePoint, SystemCalls
+from tierstore.device.system import DatabasePoint, SystemCalls
 
 class Stopping(SystemCalls):
     def reach(self, point):

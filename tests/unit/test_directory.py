@@ -2,8 +2,8 @@
 
 import pytest
 
-from tierstore.directory import Directory
-from tierstore.system import SystemCalls
+from tierstore.device.directory import Directory
+from tierstore.device.system import SystemCalls
 from tierstore.testing.faults import ShortIoSystem
 
 CONTENT = bytes(range(100))

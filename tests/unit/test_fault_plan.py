@@ -12,9 +12,9 @@ import pytest
 from waiting import within_seconds
 
 from tierstore import TierStore, load_config
+from tierstore.device.system import DatabasePoint, SystemCalls
 from tierstore.errors import BackendError
 from tierstore.faults import DATABASE_CALLS, EXIT_STATUS, SYSTEM_CALLS, StruckSystem
-from tierstore.system import DatabasePoint, SystemCalls
 from tierstore.testing.faults import BACKEND_CALLS, FaultPlan, FaultRule, faulty_backend_opener
 
 from store_kit import Chunks, config_of  # isort: skip

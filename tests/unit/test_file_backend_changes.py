@@ -11,9 +11,9 @@ from opened_backend import MODES, opened
 
 from tierstore.backend.file import FileBackend
 from tierstore.backend.opening import leftover_directories
+from tierstore.device.marker import claim
+from tierstore.device.system import SystemCalls
 from tierstore.layout import PAGE_BYTES
-from tierstore.marker import claim
-from tierstore.system import SystemCalls
 from tierstore.testing.backend_conformance import (
     SEGMENT_BYTES,
     SEGMENT_PAGES,

@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from tierstore.directory import Directory
+from tierstore.device.directory import Directory
 from tierstore.errors import BackendError
 from tierstore.lmdb_env.env import LmdbEnv
 from tierstore.lmdb_env.lock import library_lock

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from planted import plant
 
-from tierstore.directory import Directory
+from tierstore.device.directory import Directory
 from tierstore.errors import BackendError
 from tierstore.lmdb_env import lock as lmdb_lock
 from tierstore.lmdb_env.env import LmdbEnv

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tierstore.directory import Directory
+from tierstore.device.directory import Directory
 from tierstore.lmdb_env.env import LmdbEnv
 from tierstore.lmdb_env.reach import ReachedPages
 

@@ -7,9 +7,9 @@ import pytest
 from store_kit import Chunks, config_of
 
 from tierstore import TierStore
+from tierstore.device.remedies import remedy_in, remedy_of
+from tierstore.device.system import SystemCalls
 from tierstore.errors import CatalogError, ConfigError
-from tierstore.remedies import remedy_in, remedy_of
-from tierstore.system import SystemCalls
 
 CHUNKS = Chunks(4096)
 WORDS = {

@@ -13,9 +13,9 @@ from store_kit import Chunks, config_of
 
 from tierstore import TierStore
 from tierstore.backend.opening import open_backend
+from tierstore.device.system import DatabasePoint, SystemCalls
 from tierstore.errors import BackendError
 from tierstore.planes import Patience
-from tierstore.system import DatabasePoint, SystemCalls
 
 CHUNKS = Chunks(65_536)
 SECONDS = 3.0

@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import ClassVar, Self, TypeAlias
 from weakref import WeakValueDictionary
 
-from tierstore.directory import Directory
+from tierstore.device.directory import Directory
+from tierstore.device.marker import open_below
+from tierstore.device.remedies import explain
+from tierstore.device.system import SYSTEM, DatabasePoint, SystemCalls
 from tierstore.errors import (
     BackendBusyError,
     BackendCorruptError,
@@ -34,9 +37,6 @@ from tierstore.lmdb_env.library import (
 from tierstore.lmdb_env.lock import opening_lock
 from tierstore.lmdb_env.reach import ReachedPages
 from tierstore.lmdb_env.turns import WriterLock
-from tierstore.marker import open_below
-from tierstore.remedies import explain
-from tierstore.system import SYSTEM, DatabasePoint, SystemCalls
 
 __all__ = ["LmdbEnv"]
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from tierstore.device.remedies import FULL, explain, remedy_in
 from tierstore.errors import (
     BackendCorruptError,
     BackendError,
@@ -12,7 +13,6 @@ from tierstore.errors import (
     TierStoreError,
 )
 from tierstore.quoting import escaped
-from tierstore.remedies import FULL, explain, remedy_in
 
 __all__ = ["ERRORS", "translate", "translate_memory", "translate_os"]
 

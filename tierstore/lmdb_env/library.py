@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import lmdb
 
-from tierstore.directory import Directory
+from tierstore.device.directory import Directory
 
 __all__ = [
     "Cursor",

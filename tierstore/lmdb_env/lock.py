@@ -34,7 +34,7 @@ from functools import cache
 from pathlib import Path
 
 from tierstore.bounded_log import bounded
-from tierstore.directory import Directory
+from tierstore.device.directory import Directory
 from tierstore.errors import BackendBusyError, BackendError
 
 __all__ = [

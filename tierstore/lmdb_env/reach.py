@@ -13,7 +13,7 @@ import mmap
 import os
 from contextlib import ExitStack
 
-from tierstore.directory import Directory
+from tierstore.device.directory import Directory
 from tierstore.lmdb_env.lock import LIBRARY_LOCK_NAME
 
 __all__ = ["ReachedPages"]

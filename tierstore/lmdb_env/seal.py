@@ -21,7 +21,7 @@ from pathlib import Path
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from tierstore.bounded_log import bounded
-from tierstore.directory import Directory
+from tierstore.device.directory import Directory
 from tierstore.errors import BackendError
 from tierstore.lmdb_env.lock import LIBRARY_LOCK_NAME, library_lock, opening_lock
 from tierstore.lmdb_env.verify import find_damage, image_bytes

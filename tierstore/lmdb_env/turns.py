@@ -17,7 +17,7 @@ import struct
 import threading
 import time
 
-from tierstore.directory import Directory
+from tierstore.device.directory import Directory
 from tierstore.errors import BackendBusyError
 
 __all__ = ["WriterLock"]

@@ -14,6 +14,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from tierstore.device.system import read_up_to_end
 from tierstore.lmdb_env.page import (
     BIG,
     BRANCH,
@@ -32,7 +33,6 @@ from tierstore.lmdb_env.page import (
     require,
     u64_at,
 )
-from tierstore.system import read_up_to_end
 
 __all__ = ["find_damage", "image_bytes"]
 

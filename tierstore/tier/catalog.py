@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from typing import Self
 
 from tierstore.backend.inventory import foreign_content, stored_segments
-from tierstore.block_units import forbid_speculation, measure_units
 from tierstore.config import SecondaryConfig
+from tierstore.device.block_units import forbid_speculation, measure_units
+from tierstore.device.marker import claim
+from tierstore.device.remedies import explain
+from tierstore.device.system import SystemCalls
 from tierstore.errors import (
     BackendCorruptError,
     BackendError,
@@ -28,10 +31,7 @@ from tierstore.layout import PAGE_BYTES
 from tierstore.lmdb_env.env import LmdbEnv
 from tierstore.lmdb_env.library import Transaction
 from tierstore.manifest import Manifest
-from tierstore.marker import claim
 from tierstore.record import PLACE_BYTES
-from tierstore.remedies import explain
-from tierstore.system import SystemCalls
 from tierstore.tier.budget import GROWTH_PAGES, Budget, CatalogSize, count_live_pages
 from tierstore.tier.catalog_check import check_catalog
 from tierstore.tier.catalog_opening import (

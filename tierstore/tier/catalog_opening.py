@@ -4,9 +4,9 @@ import logging
 import secrets
 
 from tierstore.backend.inventory import stored_segments, trim_segments
-from tierstore.block_units import PAGE_UNITS, BlockUnits
 from tierstore.bounded_log import bounded
 from tierstore.config import SecondaryConfig
+from tierstore.device.block_units import PAGE_UNITS, BlockUnits
 from tierstore.errors import (
     CatalogDamagedError,
     CatalogError,

@@ -16,13 +16,13 @@ import numpy.typing as npt
 
 from tierstore.backend.inventory import rank_directories, segment_name
 from tierstore.config import SecondaryConfig
-from tierstore.directory import Directory
+from tierstore.device.directory import Directory
+from tierstore.device.remedies import explain
+from tierstore.device.system import SystemCalls
 from tierstore.errors import BackendError
 from tierstore.geometry import SpaceGeometry
 from tierstore.layout import PAGE_BYTES
 from tierstore.lmdb_env.library import Transaction
-from tierstore.remedies import explain
-from tierstore.system import SystemCalls
 from tierstore.tier.catalog_schema import (
     Databases,
     PendingRow,

@@ -18,10 +18,10 @@ from functools import cache
 from pathlib import Path
 from typing import Self
 
-from tierstore.directory import Directory
+from tierstore.device.directory import Directory
+from tierstore.device.marker import open_below
+from tierstore.device.remedies import explain
 from tierstore.errors import BackendError, CatalogError
-from tierstore.marker import open_below
-from tierstore.remedies import explain
 
 __all__ = ["OwnerLock", "OwnerLocks", "bury_dead", "is_owner_dead"]
 

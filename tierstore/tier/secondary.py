@@ -13,13 +13,13 @@ from typing import TypeAlias
 from tierstore.bounded_log import bounded
 from tierstore.clock import MonotonicClock
 from tierstore.config import SecondaryConfig
+from tierstore.device.system import SystemCalls
 from tierstore.errors import BackendError, CatalogError, ClosedError
 from tierstore.geometry import SpaceGeometry
 from tierstore.integrity import open_codec
 from tierstore.io_pool import Mailbox
 from tierstore.key import OffloadKey
 from tierstore.manifest import Manifest
-from tierstore.system import SystemCalls
 from tierstore.tier.catalog import Catalog, SecondaryStats
 from tierstore.tier.catalog_desk import CatalogDesk, CatalogEnd, DeskItem
 from tierstore.tier.catalog_keeper import CatalogKeeper, CatalogNews, KeeperPace, OpenCatalog

@@ -18,9 +18,9 @@ from typing import ClassVar, Self
 
 from xxhash import xxh3_64_intdigest
 
+from tierstore.device.system import SystemCalls
 from tierstore.errors import BackendError
 from tierstore.layout import PAGE_BYTES
-from tierstore.system import SystemCalls
 
 __all__ = [
     "FULL",

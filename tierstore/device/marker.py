@@ -16,9 +16,9 @@ from pathlib import Path
 from xxhash import xxh3_64_intdigest
 
 from tierstore.bounded_log import bounded
-from tierstore.directory import Directory, foreign_user
+from tierstore.device.directory import Directory, foreign_user
+from tierstore.device.system import SYSTEM, SystemCalls
 from tierstore.errors import BackendError, BackendForeignError
-from tierstore.system import SYSTEM, SystemCalls
 
 __all__ = ["MARKER_NAME", "claim", "is_marked", "open_below"]
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Self
 
 from tierstore.bounded_log import bounded
+from tierstore.device.system import SYSTEM, SystemCalls, read_up_to_end
 from tierstore.errors import BackendError, BackendForeignError
-from tierstore.system import SYSTEM, SystemCalls, read_up_to_end
 
 __all__ = ["DIRECTORY_MODE", "FILE_MODE", "Directory", "foreign_user"]
 
