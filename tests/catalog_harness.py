@@ -6,11 +6,11 @@ from typing import ClassVar
 import numpy as np
 from fake_clock import FakeClock
 
+from tierstore.codec.record import PLACE_DTYPE
 from tierstore.config import SecondaryConfig
 from tierstore.geometry import segment_overhead_pages
 from tierstore.key import make_offload_keys
 from tierstore.manifest import Manifest
-from tierstore.record import PLACE_DTYPE
 from tierstore.testing.spread import spread_hashes
 from tierstore.tier.catalog import Catalog
 from tierstore.tier.catalog_messages import (

@@ -5,13 +5,13 @@ from collections.abc import Callable
 
 import numpy as np
 
+from tierstore.codec.record import PLACE_BYTES
 from tierstore.config import load_config
 from tierstore.executor import TransferExecutor
 from tierstore.key import Namespace, make_offload_keys
 from tierstore.layout import ChunkOrder
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters
-from tierstore.record import PLACE_BYTES
 from tierstore.testing.copy_conformance import BLOCK_COUNT, HostMemory, make_caches
 from tierstore.transfer import FailureReason, JobId, Load, LoadPart, Place, Promote
 

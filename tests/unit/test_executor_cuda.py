@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tierstore.backend.opening import open_backend
 from tierstore.clock import MonotonicClock
+from tierstore.codec.record import PLACE_DTYPE
 from tierstore.config import load_config
 from tierstore.dma.cuda import CudaCopyEngine
 from tierstore.errors import DeviceError, LayoutError
@@ -22,7 +23,6 @@ from tierstore.layout import PAGE_BYTES, CanonicalKVCaches, ChunkOrder
 from tierstore.manifest import Manifest
 from tierstore.memory import HostPool
 from tierstore.metrics import Counters
-from tierstore.record import PLACE_DTYPE
 from tierstore.testing.copy_conformance import BLOCK_COUNT, make_caches
 from tierstore.testing.fake_cuda import FakeCuda, FakeDeviceMemory
 from tierstore.testing.spread import spread_hashes

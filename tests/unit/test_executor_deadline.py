@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from fake_clock import FakeClock
 
+from tierstore.codec.record import PLACE_DTYPE
 from tierstore.config import load_config
 from tierstore.executor import TransferExecutor
 from tierstore.key import make_offload_keys
 from tierstore.layout import PAGE_BYTES
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters
-from tierstore.record import PLACE_DTYPE
 from tierstore.testing.spread import spread_hashes
 from tierstore.transfer import Demote, FailureReason, JobId, Load, Place, Promote, TransferDone
 

@@ -5,9 +5,9 @@ import random
 import numpy as np
 import pytest
 
+from tierstore.codec.record import EXTENT_RECORDS_MAX, PLACE_DTYPE
 from tierstore.executor.job import split_spans
 from tierstore.key import Namespace, make_offload_keys
-from tierstore.record import EXTENT_RECORDS_MAX, PLACE_DTYPE
 from tierstore.transfer import Demote, JobId, Place, Promote
 
 READ_BYTES_MAX = 4 << 20

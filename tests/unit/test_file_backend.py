@@ -12,10 +12,10 @@ from opened_backend import MODES, opened
 
 from tierstore.backend.failure import reason_of
 from tierstore.backend.file import FileBackend
+from tierstore.codec.record import EXTENT_RECORDS_MAX, HEADER_BYTES
 from tierstore.device.system import SystemCalls
 from tierstore.errors import BackendError
 from tierstore.layout import PAGE_BYTES
-from tierstore.record import EXTENT_RECORDS_MAX, HEADER_BYTES
 from tierstore.testing.backend_conformance import (
     SEGMENT_BYTES,
     Extent,

@@ -75,7 +75,7 @@ def test_a_record_that_there_is_no_memory_to_decrypt_is_no_forgery():
 import mmap, resource
 import numpy as np
 from keyed import codec_of
-from tierstore.codec import ReadBatch
+from tierstore.codec.plain import ReadBatch
 from tierstore.key import Namespace, make_offload_keys
 keys = make_offload_keys(Namespace(b"memories"), 0, [bytes(range(32))])
 slot = memoryview(mmap.mmap(-1, 64 << 20))

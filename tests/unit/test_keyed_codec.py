@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from keyed import KINDS, codec_of, secret_of
 from xxhash import xxh3_64_intdigest
 
-from tierstore.codec import PlainCodec, ReadBatch
+from tierstore.codec.plain import PlainCodec, ReadBatch
+from tierstore.codec.record import HEADER_BYTES
 from tierstore.key import Namespace, make_offload_keys
 from tierstore.key_file import RecordKey
 from tierstore.layout import PAGE_BYTES, round_up
-from tierstore.record import HEADER_BYTES
 from tierstore.testing.spread import spread_hashes
 from tierstore.transfer import FailureReason
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from tierstore.key import make_offload_key
-from tierstore.record import (
+from tierstore.codec.record import (
     HEADER_BYTES,
     HEADER_DTYPE,
     encode_headers,
@@ -15,6 +14,7 @@ from tierstore.record import (
     headers_equal,
     payload_checksum,
 )
+from tierstore.key import make_offload_key
 from tierstore.transfer import FailureReason
 
 KEY = make_offload_key(b"namespac", 3, bytes(range(32)))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from tierstore.backend.inventory import foreign_content, stored_segments
+from tierstore.codec.record import PLACE_BYTES
 from tierstore.config import SecondaryConfig
 from tierstore.device.block_units import forbid_speculation, measure_units
 from tierstore.device.marker import claim
@@ -31,7 +32,6 @@ from tierstore.layout import PAGE_BYTES
 from tierstore.lmdb_env.env import LmdbEnv
 from tierstore.lmdb_env.library import Transaction
 from tierstore.manifest import Manifest
-from tierstore.record import PLACE_BYTES
 from tierstore.tier.budget import GROWTH_PAGES, Budget, CatalogSize, count_live_pages
 from tierstore.tier.catalog_check import check_catalog
 from tierstore.tier.catalog_opening import (

@@ -26,10 +26,10 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
+from tierstore.codec.record import PLACE_DTYPE
 from tierstore.errors import CatalogDamagedError
 from tierstore.lmdb_env.env import LmdbEnv
 from tierstore.lmdb_env.library import Database
-from tierstore.record import PLACE_DTYPE
 
 __all__ = [
     "CATALOG_VERSION",

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tierstore.record import EXTENT_RECORDS_MAX
+from tierstore.codec.record import EXTENT_RECORDS_MAX
 from tierstore.tier.catalog_schema import RowArray
 
 __all__ = ["coalesce", "extent_records_max", "fit_count", "laid_out_pages"]

@@ -12,11 +12,11 @@ from typing import TypeAlias
 
 from tierstore.bounded_log import bounded
 from tierstore.clock import MonotonicClock
+from tierstore.codec.opening import open_codec
 from tierstore.config import SecondaryConfig
 from tierstore.device.system import SystemCalls
 from tierstore.errors import BackendError, CatalogError, ClosedError
 from tierstore.geometry import SpaceGeometry
-from tierstore.integrity import open_codec
 from tierstore.io_pool import Mailbox
 from tierstore.key import OffloadKey
 from tierstore.manifest import Manifest

@@ -1,6 +1,6 @@
 """Which codec a tier's records have, by its configuration."""
 
-from tierstore.codec import PlainCodec, RecordCodec
+from tierstore.codec.plain import PlainCodec, RecordCodec
 from tierstore.config import SecondaryConfig
 from tierstore.errors import ConfigError
 from tierstore.key_file import read_key_file
@@ -18,7 +18,7 @@ def open_codec(config: SecondaryConfig, manifest: Manifest) -> RecordCodec:
     """
     if config.integrity is None:
         return PlainCodec()
-    from tierstore.keyed_codec import PAYLOAD_BYTES_MAX, KeyedCodec
+    from tierstore.codec.keyed import PAYLOAD_BYTES_MAX, KeyedCodec
 
     where = f"secondary {config.name!r}: integrity"
     chunk_bytes = max(map(manifest.chunk_bytes, range(len(manifest.groups))))

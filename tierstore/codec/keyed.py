@@ -27,13 +27,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.codec import Encoded, ReadBatch
-from tierstore.errors import MissingExtraError
-from tierstore.key import OffloadKey
-from tierstore.key_file import KEY_ID_BYTES, RecordKey
-from tierstore.layout import PAGE_BYTES, round_up
-from tierstore.manifest import FORMAT_VERSION
-from tierstore.record import (
+from tierstore.codec.plain import Encoded, ReadBatch
+from tierstore.codec.record import (
     HEADER_BYTES,
     HEADER_DTYPE,
     IDENTITY_BYTES,
@@ -42,6 +37,11 @@ from tierstore.record import (
     identity_fault,
     pack_identity,
 )
+from tierstore.errors import MissingExtraError
+from tierstore.key import OffloadKey
+from tierstore.key_file import KEY_ID_BYTES, RecordKey
+from tierstore.layout import PAGE_BYTES, round_up
+from tierstore.manifest import FORMAT_VERSION
 from tierstore.transfer import FailureReason
 
 if TYPE_CHECKING:

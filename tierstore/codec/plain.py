@@ -12,8 +12,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.key import OffloadKey
-from tierstore.record import (
+from tierstore.codec.record import (
     HEADER_BYTES,
     Mismatch,
     encode_headers,
@@ -21,6 +20,7 @@ from tierstore.record import (
     headers_equal,
     payload_checksum,
 )
+from tierstore.key import OffloadKey
 
 __all__ = ["Encoded", "PlainCheck", "PlainCodec", "ReadBatch", "RecordCheck", "RecordCodec"]
 
