@@ -24,11 +24,11 @@ from xxhash import xxh3_64_intdigest
 from tierstore import Manifest
 from tierstore.clock import MonotonicClock
 from tierstore.config import load_config
+from tierstore.embedded.loop import PlaneLoop
 from tierstore.executor import TransferExecutor
 from tierstore.key import OffloadKey, make_offload_keys
 from tierstore.layout import PAGE_BYTES
 from tierstore.metrics import Counters
-from tierstore.plane_loop import PlaneLoop
 from tierstore.tier.opening import open_stack
 
 __all__ = [

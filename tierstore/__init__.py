@@ -15,15 +15,15 @@ from tierstore.key import (
 
 if TYPE_CHECKING:
     from tierstore.config import load_config
+    from tierstore.embedded.store import PrefixMatch, StoreStats, TierStore
     from tierstore.manifest import Manifest
-    from tierstore.store import PrefixMatch, StoreStats, TierStore
 else:
     # The tiers are most of what there is to import: who only names chunks does without.
     _MODULE_BY_NAME = {
         "Manifest": "tierstore.manifest",
-        "PrefixMatch": "tierstore.store",
-        "StoreStats": "tierstore.store",
-        "TierStore": "tierstore.store",
+        "PrefixMatch": "tierstore.embedded.store",
+        "StoreStats": "tierstore.embedded.store",
+        "TierStore": "tierstore.embedded.store",
         "load_config": "tierstore.config",
     }
 

@@ -12,8 +12,8 @@ from store_kit import MIB, Chunks, config_of, du
 
 from tierstore import TierStore
 from tierstore.device.system import SYSTEM, SystemCalls
+from tierstore.embedded.planes import Patience
 from tierstore.errors import TierStoreError
-from tierstore.planes import Patience
 
 PAGE = 4096
 SECTOR = 512

@@ -10,8 +10,8 @@ from waiting import within_seconds
 
 from tierstore import TierStore
 from tierstore.device.system import DatabasePoint, SystemCalls
+from tierstore.embedded.planes import Patience
 from tierstore.errors import BackendError, CatalogError, ConfigError
-from tierstore.planes import Patience
 
 CHUNKS = Chunks(4096)
 PATIENCE = Patience(put_seconds=0.2, flush_seconds=1, close_seconds=20)

@@ -5,7 +5,7 @@ import threading
 import pytest
 from waiting import within_seconds
 
-from tierstore.catalog_reader import CatalogReader
+from tierstore.embedded.catalog_reader import CatalogReader
 from tierstore.errors import BackendError
 
 

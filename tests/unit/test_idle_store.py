@@ -7,8 +7,8 @@ import pytest
 from store_kit import Chunks, config_of
 from waiting import within_seconds
 
-from tierstore.gate import Gate
-from tierstore.idle_carrier import IdleCarrier
+from tierstore.embedded.gate import Gate
+from tierstore.embedded.idle_carrier import IdleCarrier
 
 CHUNKS = Chunks(65_536)
 SECONDS_MAX = 120
@@ -53,7 +53,7 @@ def test_an_idle_store_with_nothing_on_its_way_sleeps(tmp_path):
 
 
 def test_close_does_not_wait_for_the_idle_thread(tmp_path, monkeypatch):
-    monkeypatch.setattr("tierstore.idle_carrier._CLOSE_SECONDS", 2 * SECONDS_MAX)
+    monkeypatch.setattr("tierstore.embedded.idle_carrier._CLOSE_SECONDS", 2 * SECONDS_MAX)
     for _ in range(5):
         store = CHUNKS.open(config_of(tmp_path))
         CHUNKS.put(store, range(20))

@@ -15,8 +15,8 @@ from test_dma_host import offload_reversed, one_layer
 from test_dma_pinning import SIZE, make_pinner
 
 from tierstore.dma.host import HostCopyEngine
-from tierstore.gate import Gate
-from tierstore.idle_carrier import IdleCarrier
+from tierstore.embedded.gate import Gate
+from tierstore.embedded.idle_carrier import IdleCarrier
 from tierstore.io_pool import IoPool
 from tierstore.layout import PAGE_BYTES
 from tierstore.memory import HostPool

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore import Manifest, load_config, make_offload_keys
+from tierstore.embedded.loop import PlaneLoop
 from tierstore.executor.syncing import PendingSync
 from tierstore.metrics import Counters
-from tierstore.plane_loop import PlaneLoop
 from tierstore.testing.spread import spread_hashes
 from tierstore.tier.opening import open_stack
 from tierstore.tier.reservation import ChunkState

@@ -14,8 +14,8 @@ from store_kit import Chunks, config_of
 from tierstore import TierStore
 from tierstore.backend.opening import open_backend
 from tierstore.device.system import DatabasePoint, SystemCalls
+from tierstore.embedded.planes import Patience
 from tierstore.errors import BackendError
-from tierstore.planes import Patience
 
 CHUNKS = Chunks(65_536)
 SECONDS = 3.0

@@ -93,7 +93,7 @@ import os, sys, threading
 from store_kit import Chunks, config_of
 from tierstore import TierStore
 from tierstore.backend.opening import open_backend
-from tierstore.planes import Patience
+from tierstore.embedded.planes import Patience
 
 class Hung:
     def __init__(self, backend):

@@ -12,8 +12,8 @@ from waiting import within_seconds
 
 from tierstore import TierStore
 from tierstore.backend.opening import open_backend
+from tierstore.embedded.planes import Patience
 from tierstore.errors import BackendError
-from tierstore.planes import Patience
 from tierstore.testing.faults import (
     FaultPlan,
     FaultRule,

@@ -17,9 +17,9 @@ from waiting import within_seconds
 
 from tierstore import TierStore
 from tierstore.backend.opening import open_backend
+from tierstore.embedded.gate import Gate
+from tierstore.embedded.planes import Patience
 from tierstore.errors import ClosedError, ReentryError
-from tierstore.gate import Gate
-from tierstore.planes import Patience
 from tierstore.testing.faults import ReadFaults, unreadable_opener
 
 CHUNKS = Chunks(65_536)

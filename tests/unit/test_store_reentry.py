@@ -21,8 +21,8 @@ from store_kit import Chunks, config_of
 
 from tierstore import TierStore
 from tierstore.backend.opening import open_backend
+from tierstore.embedded.planes import Patience
 from tierstore.errors import BackendError, ClosedError, ReentryError
-from tierstore.planes import Patience
 
 CHUNKS = Chunks(16_384)
 TRACED = (

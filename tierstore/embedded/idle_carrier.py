@@ -9,9 +9,9 @@ import threading
 from collections.abc import Callable
 
 from tierstore.bounded_log import bounded
-from tierstore.gate import Gate
+from tierstore.embedded.gate import Gate
+from tierstore.embedded.loop import PlaneLoop
 from tierstore.io_pool import Mailbox, wait_for
-from tierstore.plane_loop import PlaneLoop
 
 __all__ = ["IdleCarrier"]
 

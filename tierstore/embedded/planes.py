@@ -13,15 +13,15 @@ from functools import partial
 from typing import TypeVar
 
 from tierstore.bounded_log import bounded
-from tierstore.catalog_reader import CatalogReader
 from tierstore.clock import MonotonicClock
+from tierstore.embedded.catalog_reader import CatalogReader
+from tierstore.embedded.gate import Gate
+from tierstore.embedded.idle_carrier import IdleCarrier
+from tierstore.embedded.loop import PlaneLoop
 from tierstore.errors import BackendError, CatalogError, ClosedError
 from tierstore.executor import TransferExecutor
-from tierstore.gate import Gate
-from tierstore.idle_carrier import IdleCarrier
 from tierstore.io_pool import is_pool_thread
 from tierstore.metrics import Counters
-from tierstore.plane_loop import PlaneLoop
 from tierstore.tier.stack import TierStack
 
 __all__ = ["Patience", "Planes"]

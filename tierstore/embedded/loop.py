@@ -13,11 +13,11 @@ from typing import Protocol
 
 from tierstore.bounded_log import Causes, bounded
 from tierstore.clock import Clock
+from tierstore.embedded.flush import Flush
+from tierstore.embedded.pace import TierPace, TierWait
 from tierstore.executor.syncing import AfterSync, PendingSync
-from tierstore.flush import Flush
 from tierstore.key import OffloadKey
 from tierstore.metrics import Counters, Metric
-from tierstore.pace import TierPace, TierWait
 from tierstore.tier.reservation import NONE_TRIED, LoadReservation
 from tierstore.tier.stack import TierStack
 from tierstore.transfer import Command, Demote, JobId, Load, Release, TransferDone

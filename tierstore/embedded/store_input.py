@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from tierstore.config import StoreConfig, check_config, load_config
+from tierstore.embedded.planes import Patience
 from tierstore.errors import ConfigError
 from tierstore.manifest import Manifest
-from tierstore.planes import Patience
 from tierstore.quoting import escaped, quoted
 
 __all__ = ["no_memory", "require_arguments", "require_config"]

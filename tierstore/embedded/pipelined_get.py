@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tierstore.arrays import ByteArray, Rows, adjacent_runs, slot_rows
+from tierstore.embedded.loop import PendingLoad
 from tierstore.key import OffloadKey
 from tierstore.layout import GroupSpec
-from tierstore.plane_loop import PendingLoad
 from tierstore.tier.stack import TierStack
 
 if TYPE_CHECKING:
-    from tierstore.planes import Planes
+    from tierstore.embedded.planes import Planes
 
 __all__ = ["BATCHES_IN_FLIGHT", "Retrieval"]
 

@@ -12,9 +12,9 @@ from enum import Enum
 from typing import TypeAlias
 
 from tierstore.bounded_log import bounded
+from tierstore.embedded.pace import TierWait
 from tierstore.errors import BackendError
 from tierstore.executor.syncing import AfterSync, PendingSync
-from tierstore.pace import TierWait
 from tierstore.tier.stack import TierStack
 
 __all__ = ["Flush", "Syncer"]
