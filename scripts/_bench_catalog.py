@@ -6,11 +6,11 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
+from tierstore.catalog.messages import Committed, Placed, Refused
 from tierstore.config import SecondaryConfig
 from tierstore.key import OffloadKey, make_offload_keys
 from tierstore.layout import PAGE_BYTES
 from tierstore.manifest import Manifest
-from tierstore.tier.catalog_messages import Committed, Placed, Refused
 from tierstore.tier.opening import open_tiers
 from tierstore.tier.secondary import SecondaryTier
 

@@ -5,7 +5,7 @@ from catalog_harness import MIB, Harness
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tierstore.tier.catalog_messages import (
+from tierstore.catalog.messages import (
     CommitTicket,
     Evict,
     ForgetNamespace,

@@ -5,8 +5,7 @@ import collections
 import pytest
 from catalog_harness import MIB, Harness
 
-from tierstore.errors import BackendFullError
-from tierstore.tier.catalog_messages import (
+from tierstore.catalog.messages import (
     Committed,
     CommitTicket,
     Evict,
@@ -16,6 +15,7 @@ from tierstore.tier.catalog_messages import (
     ReleaseDone,
     RequestPlaces,
 )
+from tierstore.errors import BackendFullError
 
 CHUNK = 4096
 MANY = range(7000, 8200)

@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 from catalog_harness import MIB, Harness
 
-from tierstore.layout import PAGE_BYTES
-from tierstore.lmdb_env.env import LmdbEnv
-from tierstore.tier.catalog_messages import (
+from tierstore.catalog.messages import (
     CommitTicket,
     Evict,
     ForgetNamespace,
@@ -23,6 +21,8 @@ from tierstore.tier.catalog_messages import (
     RequestPlaces,
     TouchKeys,
 )
+from tierstore.layout import PAGE_BYTES
+from tierstore.lmdb_env.env import LmdbEnv
 
 ROOT = Path(__file__).parents[2]
 

@@ -3,9 +3,7 @@
 import pytest
 from catalog_harness import MIB, Harness
 
-from tierstore.errors import BackendFullError
-from tierstore.testing.faults import FaultPlan, FaultRule
-from tierstore.tier.catalog_messages import (
+from tierstore.catalog.messages import (
     BeginEpoch,
     Committed,
     CommitTicket,
@@ -16,6 +14,8 @@ from tierstore.tier.catalog_messages import (
     RequestPlaces,
     TouchKeys,
 )
+from tierstore.errors import BackendFullError
+from tierstore.testing.faults import FaultPlan, FaultRule
 
 
 def share(first, **options):

@@ -6,12 +6,12 @@ import struct
 import pytest
 from catalog_harness import MIB, Harness
 
+from tierstore.catalog.catalog import Catalog
+from tierstore.catalog.opening import enter_owner
+from tierstore.catalog.owners import OwnerLock
+from tierstore.catalog.rows import StateRow
 from tierstore.errors import CatalogError, ConfigError, ManifestError
 from tierstore.manifest import Manifest
-from tierstore.tier.catalog import Catalog
-from tierstore.tier.catalog_opening import enter_owner
-from tierstore.tier.catalog_schema import StateRow
-from tierstore.tier.owners import OwnerLock
 
 
 def open_with(harness, manifest):

@@ -7,7 +7,7 @@ import pytest
 from catalog_harness import MIB, Harness
 from counted_writes import CountedWrites
 
-from tierstore.tier.catalog_messages import (
+from tierstore.catalog.messages import (
     Committed,
     CommitTicket,
     ForgetNamespace,
@@ -16,7 +16,7 @@ from tierstore.tier.catalog_messages import (
     RequestPlaces,
     SweepGarbage,
 )
-from tierstore.tier.sweep import SWEEP_ROWS_MAX
+from tierstore.catalog.sweep import SWEEP_ROWS_MAX
 
 PAGE, BRANCH, LEAF = 4096, 1, 2
 KEY_BYTES = {"extents": 8, "records": 44}

@@ -6,11 +6,11 @@ import logging
 import pytest
 from catalog_harness import MIB, Harness
 
+from tierstore.catalog.catalog import Catalog
+from tierstore.catalog.messages import Evict, Leave, Placed
 from tierstore.config import SecondaryConfig
 from tierstore.errors import CatalogError, ConfigError
 from tierstore.manifest import Manifest
-from tierstore.tier.catalog import Catalog
-from tierstore.tier.catalog_messages import Evict, Leave, Placed
 
 
 def share(first, **options):

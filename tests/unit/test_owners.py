@@ -9,9 +9,9 @@ import pytest
 from store_kit import Chunks, config_of
 from waiting import within_seconds
 
+from tierstore.catalog.owners import OwnerLock, OwnerLocks, is_owner_dead
 from tierstore.device.marker import claim
 from tierstore.errors import CatalogError, ClosedError
-from tierstore.tier.owners import OwnerLock, OwnerLocks, is_owner_dead
 
 CHUNKS = Chunks(4096)
 

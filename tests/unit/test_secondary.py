@@ -11,6 +11,7 @@ from pathlib import Path
 
 import lmdb
 
+from tierstore.catalog.messages import Committed, Evicted, Freed, Placed
 from tierstore.config import SecondaryConfig
 from tierstore.errors import BackendFullError
 from tierstore.key import make_offload_keys
@@ -18,7 +19,6 @@ from tierstore.lmdb_env import errors as lmdb_errors
 from tierstore.lmdb_env.env import LmdbEnv
 from tierstore.manifest import Manifest
 from tierstore.testing.spread import spread_hashes
-from tierstore.tier.catalog_messages import Committed, Evicted, Freed, Placed
 from tierstore.tier.opening import open_tiers
 from tierstore.tier.reservation import ChunkState
 from tierstore.tier.secondary import SecondaryTier

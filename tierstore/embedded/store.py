@@ -17,6 +17,7 @@ import numpy as np
 
 from tierstore.arrays import Rows, adjacent_runs, byte_rows, one_group, slot_rows
 from tierstore.backend.opening import BackendOpener, backend_opener
+from tierstore.catalog.catalog import SecondaryStats
 from tierstore.config import StoreConfig
 from tierstore.embedded.pipelined_get import BATCHES_IN_FLIGHT, Retrieval
 from tierstore.embedded.planes import Patience, Planes
@@ -27,7 +28,6 @@ from tierstore.faults import SystemOpener, open_system
 from tierstore.key import OffloadKey, require_keys
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters
-from tierstore.tier.catalog import SecondaryStats
 from tierstore.tier.catalog_reads import Reading
 from tierstore.tier.opening import open_stack
 from tierstore.tier.reservation import ChunkState, OffloadReservation

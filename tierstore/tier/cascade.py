@@ -15,11 +15,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from tierstore.catalog.messages import Committed, Evicted, Placed, Refused
 from tierstore.config import SecondaryConfig
 from tierstore.key import OffloadKey, get_offload_group_idx
 from tierstore.layout import GroupSpec
 from tierstore.metrics import Counters, Metric
-from tierstore.tier.catalog_messages import Committed, Evicted, Placed, Refused
 from tierstore.tier.crowding import Crowding
 from tierstore.tier.demotes import Demotes, WritingDemote
 from tierstore.tier.failed_demotes import FailedDemotes

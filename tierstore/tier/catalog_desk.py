@@ -11,15 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from tierstore.bounded_log import bounded
-from tierstore.errors import BackendError, CatalogError, ClosedError
-from tierstore.tier.catalog_keeper import (
-    CatalogFound,
-    CatalogLost,
-    CatalogNews,
-    CatalogOpened,
-    OpenCatalog,
-)
-from tierstore.tier.catalog_messages import (
+from tierstore.catalog.messages import (
     BeginEpoch,
     Committed,
     CommitTicket,
@@ -30,6 +22,14 @@ from tierstore.tier.catalog_messages import (
     Refused,
     RequestPlaces,
     SecondaryEvent,
+)
+from tierstore.errors import BackendError, CatalogError, ClosedError
+from tierstore.tier.catalog_keeper import (
+    CatalogFound,
+    CatalogLost,
+    CatalogNews,
+    CatalogOpened,
+    OpenCatalog,
 )
 from tierstore.tier.catalog_reads import CatalogReads
 from tierstore.transfer import FailureReason

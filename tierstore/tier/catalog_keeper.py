@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tierstore.bounded_log import bounded
+from tierstore.catalog.catalog import Catalog
+from tierstore.catalog.writer import CatalogWriter
 from tierstore.errors import BackendError, CatalogError, ClosedError, TierStoreError
 from tierstore.io_pool import IoPool, wait_for
-from tierstore.tier.catalog import Catalog
-from tierstore.tier.catalog_writer import CatalogWriter
 from tierstore.tier.outage import may_pass
 
 __all__ = [

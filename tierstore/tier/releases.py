@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from tierstore.tier.catalog_messages import Freed
+from tierstore.catalog.messages import Freed
 from tierstore.tier.health import TierHealth
 from tierstore.tier.secondary import SecondaryTier
 from tierstore.transfer import JobId, Release, TransferDone

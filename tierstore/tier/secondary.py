@@ -11,19 +11,8 @@ from contextlib import suppress
 from typing import TypeAlias
 
 from tierstore.bounded_log import bounded
-from tierstore.clock import MonotonicClock
-from tierstore.codec.opening import open_codec
-from tierstore.config import SecondaryConfig
-from tierstore.device.system import SystemCalls
-from tierstore.errors import BackendError, CatalogError, ClosedError
-from tierstore.geometry import SpaceGeometry
-from tierstore.io_pool import Mailbox
-from tierstore.key import OffloadKey
-from tierstore.manifest import Manifest
-from tierstore.tier.catalog import Catalog, SecondaryStats
-from tierstore.tier.catalog_desk import CatalogDesk, CatalogEnd, DeskItem
-from tierstore.tier.catalog_keeper import CatalogKeeper, CatalogNews, KeeperPace, OpenCatalog
-from tierstore.tier.catalog_messages import (
+from tierstore.catalog.catalog import Catalog, SecondaryStats
+from tierstore.catalog.messages import (
     BeginEpoch,
     CommitTicket,
     Evict,
@@ -40,8 +29,19 @@ from tierstore.tier.catalog_messages import (
     TouchKeys,
     take_all,
 )
+from tierstore.catalog.writer import CatalogWriter
+from tierstore.clock import MonotonicClock
+from tierstore.codec.opening import open_codec
+from tierstore.config import SecondaryConfig
+from tierstore.device.system import SystemCalls
+from tierstore.errors import BackendError, CatalogError, ClosedError
+from tierstore.geometry import SpaceGeometry
+from tierstore.io_pool import Mailbox
+from tierstore.key import OffloadKey
+from tierstore.manifest import Manifest
+from tierstore.tier.catalog_desk import CatalogDesk, CatalogEnd, DeskItem
+from tierstore.tier.catalog_keeper import CatalogKeeper, CatalogNews, KeeperPace, OpenCatalog
 from tierstore.tier.catalog_reads import CatalogReads
-from tierstore.tier.catalog_writer import CatalogWriter
 from tierstore.tier.lookup import Hidden, Lookups
 from tierstore.tier.pins import Pins
 from tierstore.tier.reservation import ChunkState

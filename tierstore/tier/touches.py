@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
+from tierstore.catalog.messages import TouchKeys
 from tierstore.clock import Clock
 from tierstore.key import OffloadKey
-from tierstore.tier.catalog_messages import TouchKeys
 
 __all__ = ["Touches"]
 

@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping
 
-from tierstore.lmdb_env.library import Transaction
-from tierstore.tier.catalog_schema import (
+from tierstore.catalog.rows import (
     Databases,
     PendingRow,
     SegmentRow,
@@ -12,6 +11,7 @@ from tierstore.tier.catalog_schema import (
     segment_key,
     wide_key,
 )
+from tierstore.lmdb_env.library import Transaction
 
 __all__ = ["NOBODY", "release_orphans"]
 

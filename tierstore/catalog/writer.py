@@ -10,18 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from tierstore.bounded_log import bounded
-from tierstore.clock import Clock
-from tierstore.errors import (
-    BackendCorruptError,
-    BackendError,
-    BackendFullError,
-    CatalogDamagedError,
-    CatalogError,
-)
-from tierstore.key import NAMESPACE_BYTES, OffloadKey
-from tierstore.tier.catalog import Catalog
-from tierstore.tier.catalog_batches import batches, joined_touches
-from tierstore.tier.catalog_messages import (
+from tierstore.catalog.batches import batches, joined_touches
+from tierstore.catalog.catalog import Catalog
+from tierstore.catalog.lost_payload import LostPayload
+from tierstore.catalog.messages import (
     BeginEpoch,
     Committed,
     CommitTicket,
@@ -40,9 +32,17 @@ from tierstore.tier.catalog_messages import (
     SweepGarbage,
     TouchKeys,
 )
-from tierstore.tier.catalog_txn import CatalogTxn, Ticket
-from tierstore.tier.lost_payload import LostPayload
-from tierstore.tier.sweep import Sweep
+from tierstore.catalog.sweep import Sweep
+from tierstore.catalog.transaction import CatalogTxn, Ticket
+from tierstore.clock import Clock
+from tierstore.errors import (
+    BackendCorruptError,
+    BackendError,
+    BackendFullError,
+    CatalogDamagedError,
+    CatalogError,
+)
+from tierstore.key import NAMESPACE_BYTES, OffloadKey
 from tierstore.transfer import FailureReason, Place
 
 __all__ = ["CatalogWriter"]

@@ -6,9 +6,9 @@ take, and most of them are found absent, or evicted, by themselves.
 
 from collections.abc import Collection, Sequence
 
+from tierstore.catalog.space import Space
+from tierstore.catalog.transaction import CatalogTxn
 from tierstore.key import OffloadKey
-from tierstore.tier.catalog_txn import CatalogTxn
-from tierstore.tier.space import Space
 
 __all__ = ["LostPayload"]
 

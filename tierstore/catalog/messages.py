@@ -5,8 +5,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Self, TypeVar
 
+from tierstore.catalog.rows import PendingRow
 from tierstore.key import Namespace, OffloadKey
-from tierstore.tier.catalog_schema import PendingRow
 from tierstore.transfer import FailureReason, PageRun, Place
 
 __all__ = [

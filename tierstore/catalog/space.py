@@ -8,11 +8,11 @@ units only (`BlockUnits`), they stay charged until all of their unit is free, an
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.errors import CatalogDamagedError
-from tierstore.geometry import SpaceGeometry
-from tierstore.lmdb_env.library import Database, Transaction
-from tierstore.tier.budget import Budget, CatalogSize
-from tierstore.tier.catalog_schema import (
+from tierstore.catalog.budget import Budget, CatalogSize
+from tierstore.catalog.extents import coalesce, extent_records_max, fit_count, laid_out_pages
+from tierstore.catalog.freed_units import FreedUnits
+from tierstore.catalog.pending import PendingRows
+from tierstore.catalog.rows import (
     EXTENT_DTYPE,
     RUN_DTYPE,
     Databases,
@@ -26,9 +26,9 @@ from tierstore.tier.catalog_schema import (
     segment_key,
     wide_key,
 )
-from tierstore.tier.extents import coalesce, extent_records_max, fit_count, laid_out_pages
-from tierstore.tier.freed_units import FreedUnits
-from tierstore.tier.pending import PendingRows
+from tierstore.errors import CatalogDamagedError
+from tierstore.geometry import SpaceGeometry
+from tierstore.lmdb_env.library import Database, Transaction
 
 __all__ = ["Space"]
 

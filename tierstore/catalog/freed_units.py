@@ -6,9 +6,8 @@
 
 import numpy as np
 
-from tierstore.errors import CatalogDamagedError
-from tierstore.lmdb_env.library import Transaction
-from tierstore.tier.catalog_schema import (
+from tierstore.catalog.extents import coalesce
+from tierstore.catalog.rows import (
     RUN_DTYPE,
     Databases,
     RowArray,
@@ -17,7 +16,8 @@ from tierstore.tier.catalog_schema import (
     parse_number,
     wide_key,
 )
-from tierstore.tier.extents import coalesce
+from tierstore.errors import CatalogDamagedError
+from tierstore.lmdb_env.library import Transaction
 
 __all__ = ["FreedUnits"]
 

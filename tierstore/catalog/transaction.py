@@ -6,12 +6,11 @@ from functools import partial
 
 import numpy as np
 
-from tierstore.errors import CatalogDamagedError
-from tierstore.geometry import SpaceGeometry
-from tierstore.key import NAMESPACE_BYTES, OffloadKey
-from tierstore.lmdb_env.library import Transaction
-from tierstore.tier.catalog_messages import Evicted, Freed, SecondaryEvent
-from tierstore.tier.catalog_schema import (
+from tierstore.catalog.floors import Floors
+from tierstore.catalog.messages import Evicted, Freed, SecondaryEvent
+from tierstore.catalog.namespaces import Namespaces
+from tierstore.catalog.orphans import release_orphans
+from tierstore.catalog.rows import (
     ORDER_PAGES_BYTES,
     RECORD_DTYPE,
     Databases,
@@ -22,11 +21,12 @@ from tierstore.tier.catalog_schema import (
     split,
     wide_key,
 )
-from tierstore.tier.floors import Floors
-from tierstore.tier.namespaces import Namespaces
-from tierstore.tier.orphans import release_orphans
-from tierstore.tier.space import Space
-from tierstore.tier.sweep import Sweep
+from tierstore.catalog.space import Space
+from tierstore.catalog.sweep import Sweep
+from tierstore.errors import CatalogDamagedError
+from tierstore.geometry import SpaceGeometry
+from tierstore.key import NAMESPACE_BYTES, OffloadKey
+from tierstore.lmdb_env.library import Transaction
 
 __all__ = ["CatalogTxn", "Ticket"]
 

@@ -5,11 +5,8 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.errors import CatalogDamagedError
-from tierstore.geometry import SpaceGeometry
-from tierstore.lmdb_env.library import Transaction
-from tierstore.manifest import namespace_of
-from tierstore.tier.catalog_schema import (
+from tierstore.catalog.floors import Floors
+from tierstore.catalog.rows import (
     ORDER_PAGES_BYTES,
     Databases,
     ExtentRow,
@@ -22,8 +19,11 @@ from tierstore.tier.catalog_schema import (
     extent_key,
     parse_number,
 )
-from tierstore.tier.floors import Floors
-from tierstore.tier.space import Space
+from tierstore.catalog.space import Space
+from tierstore.errors import CatalogDamagedError
+from tierstore.geometry import SpaceGeometry
+from tierstore.lmdb_env.library import Transaction
+from tierstore.manifest import namespace_of
 
 __all__ = ["check_catalog", "verify_sums"]
 

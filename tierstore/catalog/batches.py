@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
-from tierstore.tier.catalog_messages import (
+from tierstore.catalog.messages import (
     ForgetNamespace,
     Operation,
     SweepGarbage,

@@ -11,6 +11,22 @@ from dataclasses import dataclass
 from typing import Self
 
 from tierstore.backend.inventory import foreign_content, stored_segments
+from tierstore.catalog.budget import GROWTH_PAGES, Budget, CatalogSize, count_live_pages
+from tierstore.catalog.check import check_catalog
+from tierstore.catalog.floors import Floors
+from tierstore.catalog.lost_releases import repeat_lost_releases
+from tierstore.catalog.opening import (
+    enter_manifest,
+    enter_owner,
+    enter_state,
+    enter_units,
+    must_verify,
+    require_version,
+)
+from tierstore.catalog.owners import OwnerLock, is_owner_dead
+from tierstore.catalog.rows import Databases, StateRow
+from tierstore.catalog.space import Space
+from tierstore.catalog.transaction import CatalogTxn
 from tierstore.codec.record import PLACE_BYTES
 from tierstore.config import SecondaryConfig
 from tierstore.device.block_units import forbid_speculation, measure_units
@@ -32,22 +48,6 @@ from tierstore.layout import PAGE_BYTES
 from tierstore.lmdb_env.env import LmdbEnv
 from tierstore.lmdb_env.library import Transaction
 from tierstore.manifest import Manifest
-from tierstore.tier.budget import GROWTH_PAGES, Budget, CatalogSize, count_live_pages
-from tierstore.tier.catalog_check import check_catalog
-from tierstore.tier.catalog_opening import (
-    enter_manifest,
-    enter_owner,
-    enter_state,
-    enter_units,
-    must_verify,
-    require_version,
-)
-from tierstore.tier.catalog_schema import Databases, StateRow
-from tierstore.tier.catalog_txn import CatalogTxn
-from tierstore.tier.floors import Floors
-from tierstore.tier.lost_releases import repeat_lost_releases
-from tierstore.tier.owners import OwnerLock, is_owner_dead
-from tierstore.tier.space import Space
 from tierstore.transfer import Place
 
 __all__ = ["Catalog", "SecondaryStats"]

@@ -12,10 +12,10 @@ measured again.
 from dataclasses import dataclass
 from typing import Self
 
+from tierstore.catalog.rows import Databases, OwnerRow, StateRow
 from tierstore.geometry import SpaceGeometry
 from tierstore.layout import PAGE_BYTES
 from tierstore.lmdb_env.library import Database, Transaction
-from tierstore.tier.catalog_schema import Databases, OwnerRow, StateRow
 
 __all__ = ["GROWTH_PAGES", "Budget", "CatalogSize", "count_live_pages", "read_owners"]
 

@@ -5,6 +5,19 @@ import secrets
 
 from tierstore.backend.inventory import stored_segments, trim_segments
 from tierstore.bounded_log import bounded
+from tierstore.catalog.budget import read_owners
+from tierstore.catalog.check import verify_sums
+from tierstore.catalog.orphans import release_orphans
+from tierstore.catalog.owners import OwnerLock, bury_dead, is_owner_dead
+from tierstore.catalog.rows import (
+    CATALOG_VERSION,
+    Databases,
+    OwnerRow,
+    SegmentRow,
+    StateRow,
+    segment_key,
+)
+from tierstore.catalog.space import Space
 from tierstore.config import SecondaryConfig
 from tierstore.device.block_units import PAGE_UNITS, BlockUnits
 from tierstore.errors import (
@@ -17,19 +30,6 @@ from tierstore.geometry import SpaceGeometry
 from tierstore.lmdb_env.library import Transaction
 from tierstore.lmdb_env.seal import Admission
 from tierstore.manifest import Manifest, namespace_of
-from tierstore.tier.budget import read_owners
-from tierstore.tier.catalog_check import verify_sums
-from tierstore.tier.catalog_schema import (
-    CATALOG_VERSION,
-    Databases,
-    OwnerRow,
-    SegmentRow,
-    StateRow,
-    segment_key,
-)
-from tierstore.tier.orphans import release_orphans
-from tierstore.tier.owners import OwnerLock, bury_dead, is_owner_dead
-from tierstore.tier.space import Space
 
 __all__ = [
     "enter_manifest",

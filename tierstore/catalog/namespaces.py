@@ -2,10 +2,9 @@
 
 from collections.abc import Callable
 
-from tierstore.key import NAMESPACE_BYTES, Namespace
-from tierstore.lmdb_env.library import Transaction
-from tierstore.tier.budget import read_owners
-from tierstore.tier.catalog_schema import (
+from tierstore.catalog.budget import read_owners
+from tierstore.catalog.floors import Floors
+from tierstore.catalog.rows import (
     Databases,
     OwnerRow,
     SegmentState,
@@ -13,8 +12,9 @@ from tierstore.tier.catalog_schema import (
     parse_number,
     segment_key,
 )
-from tierstore.tier.floors import Floors
-from tierstore.tier.space import Space
+from tierstore.catalog.space import Space
+from tierstore.key import NAMESPACE_BYTES, Namespace
+from tierstore.lmdb_env.library import Transaction
 
 __all__ = ["Namespaces"]
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from tierstore.catalog.rows import RowArray
 from tierstore.codec.record import EXTENT_RECORDS_MAX
-from tierstore.tier.catalog_schema import RowArray
 
 __all__ = ["coalesce", "extent_records_max", "fit_count", "laid_out_pages"]
 

@@ -1,7 +1,7 @@
 """Rows of pages that are being written or released: what recovery needs after a kill."""
 
+from tierstore.catalog.rows import Databases, PendingRow, StateRow, wide_key
 from tierstore.lmdb_env.library import Transaction
-from tierstore.tier.catalog_schema import Databases, PendingRow, StateRow, wide_key
 
 __all__ = ["PendingRows"]
 

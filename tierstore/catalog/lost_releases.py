@@ -15,6 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.backend.inventory import rank_directories, segment_name
+from tierstore.catalog.orphans import NOBODY
+from tierstore.catalog.rows import (
+    Databases,
+    PendingRow,
+    SegmentRow,
+    SegmentState,
+    decode_records,
+    segment_key,
+)
 from tierstore.config import SecondaryConfig
 from tierstore.device.directory import Directory
 from tierstore.device.remedies import explain
@@ -23,15 +32,6 @@ from tierstore.errors import BackendError
 from tierstore.geometry import SpaceGeometry
 from tierstore.layout import PAGE_BYTES
 from tierstore.lmdb_env.library import Transaction
-from tierstore.tier.catalog_schema import (
-    Databases,
-    PendingRow,
-    SegmentRow,
-    SegmentState,
-    decode_records,
-    segment_key,
-)
-from tierstore.tier.orphans import NOBODY
 
 __all__ = ["repeat_lost_releases"]
 

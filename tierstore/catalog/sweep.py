@@ -7,9 +7,8 @@ open the path starts again.
 
 from dataclasses import dataclass
 
-from tierstore.key import NAMESPACE_BYTES, Namespace
-from tierstore.lmdb_env.library import Transaction
-from tierstore.tier.catalog_schema import (
+from tierstore.catalog.floors import Floors
+from tierstore.catalog.rows import (
     Databases,
     SegmentRow,
     SegmentState,
@@ -18,7 +17,8 @@ from tierstore.tier.catalog_schema import (
     segment_key,
     wide_key,
 )
-from tierstore.tier.floors import Floors
+from tierstore.key import NAMESPACE_BYTES, Namespace
+from tierstore.lmdb_env.library import Transaction
 
 __all__ = ["SWEEP_ROWS_MAX", "Sweep"]
 

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.key import NAMESPACE_BYTES, Namespace
-from tierstore.lmdb_env.library import Transaction
-from tierstore.tier.catalog_schema import (
+from tierstore.catalog.rows import (
     Databases,
     RowArray,
     number_value,
     parse_number,
 )
+from tierstore.key import NAMESPACE_BYTES, Namespace
+from tierstore.lmdb_env.library import Transaction
 
 __all__ = ["Floors"]
 
