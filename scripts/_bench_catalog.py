@@ -11,8 +11,8 @@ from tierstore.config import SecondaryConfig
 from tierstore.key import OffloadKey, make_offload_keys
 from tierstore.layout import PAGE_BYTES
 from tierstore.manifest import Manifest
+from tierstore.tier.disk.secondary import SecondaryTier
 from tierstore.tier.opening import open_tiers
-from tierstore.tier.secondary import SecondaryTier
 
 __all__ = ["measure_catalog"]
 

@@ -12,7 +12,7 @@ from typing import Literal
 from tierstore.config import PrimaryConfig
 from tierstore.key import OffloadKey
 from tierstore.layout import PAGE_BYTES
-from tierstore.tier.primary import PrimaryTier
+from tierstore.tier.memory.primary import PrimaryTier
 
 __all__ = ["Eviction", "Figures", "Subject", "Tierstore", "Vllm", "measure"]
 

@@ -1,6 +1,6 @@
 """A tier that has room, but not in one piece, makes way without emptying itself."""
 
-from tierstore.tier.crowding import Crowding
+from tierstore.tier.write_behind.crowding import Crowding
 
 
 class Tier:

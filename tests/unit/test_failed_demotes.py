@@ -4,7 +4,7 @@ import itertools
 
 from tierstore import Manifest, make_offload_keys
 from tierstore.testing.spread import spread_hashes
-from tierstore.tier.failed_demotes import FailedDemotes
+from tierstore.tier.write_behind.failed_demotes import FailedDemotes
 
 NAMESPACE = Manifest.simple("failed", chunk_bytes=4096).namespace
 

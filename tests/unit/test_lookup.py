@@ -7,8 +7,8 @@ from waiting import within_seconds
 
 from tierstore.key import Namespace, make_offload_keys
 from tierstore.testing.spread import spread_hashes
-from tierstore.tier.catalog_reads import CatalogReads
-from tierstore.tier.lookup import ASKED_AT_ONCE_MAX, Lookups
+from tierstore.tier.disk.lookup import ASKED_AT_ONCE_MAX, Lookups
+from tierstore.tier.disk.reads import CatalogReads
 from tierstore.tier.reservation import ChunkState
 from tierstore.transfer import Place
 
@@ -130,7 +130,7 @@ def test_answers_are_not_kept_for_ever(records, lookups, finish):
 def test_what_is_asked_beyond_the_limit_is_asked_again_and_not_queued(
     records, lookups, finish, monkeypatch
 ):
-    monkeypatch.setattr("tierstore.tier.lookup._QUEUED_KEYS_MAX", 2 * MANY)
+    monkeypatch.setattr("tierstore.tier.disk.lookup._QUEUED_KEYS_MAX", 2 * MANY)
     records.may_go_on.clear()
     for first in range(0, 4 * MANY, MANY):
         assert lookups.states(records.keys[first : first + MANY]) == [ARRIVING] * MANY

@@ -5,7 +5,7 @@ from tierstore.errors import ConfigError
 from tierstore.key import OffloadKey
 from tierstore.layout import PAGE_BYTES
 from tierstore.testing.spread import spread_hash
-from tierstore.tier.primary import PrimaryTier
+from tierstore.tier.memory.primary import PrimaryTier
 
 
 def keys_of(*numbers):

@@ -19,9 +19,9 @@ from tierstore.lmdb_env import errors as lmdb_errors
 from tierstore.lmdb_env.env import LmdbEnv
 from tierstore.manifest import Manifest
 from tierstore.testing.spread import spread_hashes
+from tierstore.tier.disk.secondary import SecondaryTier
 from tierstore.tier.opening import open_tiers
 from tierstore.tier.reservation import ChunkState
-from tierstore.tier.secondary import SecondaryTier
 
 MIB = 1 << 20
 CHUNK = 64 << 10

@@ -1,7 +1,7 @@
 import pytest
 
 from tierstore.layout import PAGE_BYTES
-from tierstore.tier.slabs import SlabSlots, UniformSlots
+from tierstore.tier.memory.slabs import SlabSlots, UniformSlots
 
 
 def test_uniform_slots_are_multiples_of_the_slot_size():

@@ -28,10 +28,10 @@ from tierstore.faults import SystemOpener, open_system
 from tierstore.key import OffloadKey, require_keys
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters
-from tierstore.tier.catalog_reads import Reading
+from tierstore.tier.disk.reads import Reading
+from tierstore.tier.disk.secondary import SecondaryTier
 from tierstore.tier.opening import open_stack
 from tierstore.tier.reservation import ChunkState, OffloadReservation
-from tierstore.tier.secondary import SecondaryTier
 from tierstore.tier.stack import TierStack
 
 __all__ = ["PrefixMatch", "StoreStats", "TierStore"]

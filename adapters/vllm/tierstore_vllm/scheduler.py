@@ -36,7 +36,7 @@ from tierstore.planner import (
     OffloadPlanner,
     PlannedStep,
 )
-from tierstore.tier.lookup import STEP_SECONDS_MAX
+from tierstore.tier.disk.lookup import STEP_SECONDS_MAX
 from tierstore.tier.opening import open_stack
 from tierstore.tier.residency import ResidencyLog
 from tierstore.tier.stack import TierStack

@@ -14,7 +14,7 @@ from functools import partial
 
 from tierstore.errors import BackendError, CatalogError, ClosedError
 from tierstore.key import OffloadKey
-from tierstore.tier.catalog_reads import CatalogReads, Reading
+from tierstore.tier.disk.reads import CatalogReads, Reading
 from tierstore.tier.reservation import ChunkState
 from tierstore.transfer import FailureReason, Place
 

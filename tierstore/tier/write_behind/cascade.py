@@ -20,14 +20,14 @@ from tierstore.config import SecondaryConfig
 from tierstore.key import OffloadKey, get_offload_group_idx
 from tierstore.layout import GroupSpec
 from tierstore.metrics import Counters, Metric
-from tierstore.tier.crowding import Crowding
-from tierstore.tier.demotes import Demotes, WritingDemote
-from tierstore.tier.failed_demotes import FailedDemotes
+from tierstore.tier.disk.secondary import SecondaryTier
 from tierstore.tier.health import TRIAL_CHUNKS, TierHealth, worst_reason
-from tierstore.tier.primary import PrimaryTier
-from tierstore.tier.releases import Releases
+from tierstore.tier.memory.primary import PrimaryTier
 from tierstore.tier.residency import ResidencyLog
-from tierstore.tier.secondary import SecondaryTier
+from tierstore.tier.write_behind.crowding import Crowding
+from tierstore.tier.write_behind.demotes import Demotes, WritingDemote
+from tierstore.tier.write_behind.failed_demotes import FailedDemotes
+from tierstore.tier.write_behind.releases import Releases
 from tierstore.transfer import Command, Demote, FailureReason, JobId, TransferDone
 
 __all__ = ["Cascade"]

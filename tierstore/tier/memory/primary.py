@@ -13,7 +13,7 @@ from tierstore.errors import ConfigError
 from tierstore.key import OffloadKey
 from tierstore.layout import PAGE_BYTES
 from tierstore.policy import make_policy
-from tierstore.tier.slabs import SlabSlots, UniformSlots
+from tierstore.tier.memory.slabs import SlabSlots, UniformSlots
 from tierstore.transfer import IntArray
 
 __all__ = ["PrimaryTier", "Reservation"]

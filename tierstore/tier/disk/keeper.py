@@ -22,7 +22,7 @@ from tierstore.catalog.catalog import Catalog
 from tierstore.catalog.writer import CatalogWriter
 from tierstore.errors import BackendError, CatalogError, ClosedError, TierStoreError
 from tierstore.io_pool import IoPool, wait_for
-from tierstore.tier.outage import may_pass
+from tierstore.tier.disk.outage import may_pass
 
 __all__ = [
     "CatalogFound",

@@ -24,14 +24,14 @@ from tierstore.catalog.messages import (
     SecondaryEvent,
 )
 from tierstore.errors import BackendError, CatalogError, ClosedError
-from tierstore.tier.catalog_keeper import (
+from tierstore.tier.disk.keeper import (
     CatalogFound,
     CatalogLost,
     CatalogNews,
     CatalogOpened,
     OpenCatalog,
 )
-from tierstore.tier.catalog_reads import CatalogReads
+from tierstore.tier.disk.reads import CatalogReads
 from tierstore.transfer import FailureReason
 
 if TYPE_CHECKING:

@@ -39,13 +39,13 @@ from tierstore.geometry import SpaceGeometry
 from tierstore.io_pool import Mailbox
 from tierstore.key import OffloadKey
 from tierstore.manifest import Manifest
-from tierstore.tier.catalog_desk import CatalogDesk, CatalogEnd, DeskItem
-from tierstore.tier.catalog_keeper import CatalogKeeper, CatalogNews, KeeperPace, OpenCatalog
-from tierstore.tier.catalog_reads import CatalogReads
-from tierstore.tier.lookup import Hidden, Lookups
-from tierstore.tier.pins import Pins
+from tierstore.tier.disk.desk import CatalogDesk, CatalogEnd, DeskItem
+from tierstore.tier.disk.keeper import CatalogKeeper, CatalogNews, KeeperPace, OpenCatalog
+from tierstore.tier.disk.lookup import Hidden, Lookups
+from tierstore.tier.disk.pins import Pins
+from tierstore.tier.disk.reads import CatalogReads
+from tierstore.tier.disk.touches import Touches
 from tierstore.tier.reservation import ChunkState
-from tierstore.tier.touches import Touches
 from tierstore.transfer import Place
 
 __all__ = ["SecondaryTier"]
