@@ -3,8 +3,8 @@
 import pytest
 from store_kit import MIB, Chunks, config_of, du, misses
 
+from tierstore.catalog.pages.space import Space
 from tierstore.catalog.rows import Databases
-from tierstore.catalog.space import Space
 from tierstore.device.directory import Directory
 from tierstore.lmdb_env.env import LmdbEnv
 from tierstore.lmdb_env.seal import seal

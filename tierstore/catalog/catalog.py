@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from tierstore.backend.inventory import foreign_content, stored_segments
-from tierstore.catalog.budget import GROWTH_PAGES, Budget, CatalogSize, count_live_pages
 from tierstore.catalog.check import check_catalog
 from tierstore.catalog.floors import Floors
-from tierstore.catalog.lost_releases import repeat_lost_releases
 from tierstore.catalog.opening import (
     enter_manifest,
     enter_owner,
@@ -24,8 +22,10 @@ from tierstore.catalog.opening import (
     require_version,
 )
 from tierstore.catalog.owners import OwnerLock, is_owner_dead
+from tierstore.catalog.pages.budget import GROWTH_PAGES, Budget, CatalogSize, count_live_pages
+from tierstore.catalog.pages.lost_releases import repeat_lost_releases
+from tierstore.catalog.pages.space import Space
 from tierstore.catalog.rows import Databases, StateRow
-from tierstore.catalog.space import Space
 from tierstore.catalog.transaction import CatalogTxn
 from tierstore.codec.record import PLACE_BYTES
 from tierstore.config import SecondaryConfig

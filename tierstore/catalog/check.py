@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.catalog.floors import Floors
+from tierstore.catalog.pages.space import Space
 from tierstore.catalog.rows import (
     ORDER_PAGES_BYTES,
     Databases,
@@ -19,7 +20,6 @@ from tierstore.catalog.rows import (
     extent_key,
     parse_number,
 )
-from tierstore.catalog.space import Space
 from tierstore.errors import CatalogDamagedError
 from tierstore.geometry import SpaceGeometry
 from tierstore.lmdb_env.library import Transaction

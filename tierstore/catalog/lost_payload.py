@@ -6,7 +6,7 @@ take, and most of them are found absent, or evicted, by themselves.
 
 from collections.abc import Collection, Sequence
 
-from tierstore.catalog.space import Space
+from tierstore.catalog.pages.space import Space
 from tierstore.catalog.transaction import CatalogTxn
 from tierstore.key import OffloadKey
 

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 
-from tierstore.catalog.budget import read_owners
 from tierstore.catalog.floors import Floors
+from tierstore.catalog.pages.budget import read_owners
+from tierstore.catalog.pages.space import Space
 from tierstore.catalog.rows import (
     Databases,
     OwnerRow,
@@ -12,7 +13,6 @@ from tierstore.catalog.rows import (
     parse_number,
     segment_key,
 )
-from tierstore.catalog.space import Space
 from tierstore.key import NAMESPACE_BYTES, Namespace
 from tierstore.lmdb_env.library import Transaction
 

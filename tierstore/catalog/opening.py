@@ -5,10 +5,11 @@ import secrets
 
 from tierstore.backend.inventory import stored_segments, trim_segments
 from tierstore.bounded_log import bounded
-from tierstore.catalog.budget import read_owners
 from tierstore.catalog.check import verify_sums
-from tierstore.catalog.orphans import release_orphans
 from tierstore.catalog.owners import OwnerLock, bury_dead, is_owner_dead
+from tierstore.catalog.pages.budget import read_owners
+from tierstore.catalog.pages.orphans import release_orphans
+from tierstore.catalog.pages.space import Space
 from tierstore.catalog.rows import (
     CATALOG_VERSION,
     Databases,
@@ -17,7 +18,6 @@ from tierstore.catalog.rows import (
     StateRow,
     segment_key,
 )
-from tierstore.catalog.space import Space
 from tierstore.config import SecondaryConfig
 from tierstore.device.block_units import PAGE_UNITS, BlockUnits
 from tierstore.errors import (

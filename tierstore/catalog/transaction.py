@@ -9,7 +9,8 @@ import numpy as np
 from tierstore.catalog.floors import Floors
 from tierstore.catalog.messages import Evicted, Freed, SecondaryEvent
 from tierstore.catalog.namespaces import Namespaces
-from tierstore.catalog.orphans import release_orphans
+from tierstore.catalog.pages.orphans import release_orphans
+from tierstore.catalog.pages.space import Space
 from tierstore.catalog.rows import (
     ORDER_PAGES_BYTES,
     RECORD_DTYPE,
@@ -21,7 +22,6 @@ from tierstore.catalog.rows import (
     split,
     wide_key,
 )
-from tierstore.catalog.space import Space
 from tierstore.catalog.sweep import Sweep
 from tierstore.errors import CatalogDamagedError
 from tierstore.geometry import SpaceGeometry

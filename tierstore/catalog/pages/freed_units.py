@@ -6,7 +6,7 @@
 
 import numpy as np
 
-from tierstore.catalog.extents import coalesce
+from tierstore.catalog.pages.extents import coalesce
 from tierstore.catalog.rows import (
     RUN_DTYPE,
     Databases,

@@ -8,10 +8,10 @@ units only (`BlockUnits`), they stay charged until all of their unit is free, an
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.catalog.budget import Budget, CatalogSize
-from tierstore.catalog.extents import coalesce, extent_records_max, fit_count, laid_out_pages
-from tierstore.catalog.freed_units import FreedUnits
-from tierstore.catalog.pending import PendingRows
+from tierstore.catalog.pages.budget import Budget, CatalogSize
+from tierstore.catalog.pages.extents import coalesce, extent_records_max, fit_count, laid_out_pages
+from tierstore.catalog.pages.freed_units import FreedUnits
+from tierstore.catalog.pages.pending import PendingRows
 from tierstore.catalog.rows import (
     EXTENT_DTYPE,
     RUN_DTYPE,

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.backend.inventory import rank_directories, segment_name
-from tierstore.catalog.orphans import NOBODY
+from tierstore.catalog.pages.orphans import NOBODY
 from tierstore.catalog.rows import (
     Databases,
     PendingRow,
