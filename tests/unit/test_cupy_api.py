@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from cuda_engines import BATCHES, KERNELS, RECTANGLES, make_engine
 
-from tierstore.dma import cupy_api
-from tierstore.dma.cuda_api import DirectedRuns, Rectangles
-from tierstore.dma.cupy_api import CupyApi
-from tierstore.dma.kernel_source import KERNEL_SOURCE
+from tierstore.dma.gpu import cupy_api
+from tierstore.dma.gpu.cuda_api import DirectedRuns, Rectangles
+from tierstore.dma.gpu.cupy_api import CupyApi
+from tierstore.dma.gpu.kernel_source import KERNEL_SOURCE
 from tierstore.errors import DeviceBusyError, DeviceError, MissingExtraError
 from tierstore.testing.copy_conformance import CopyConformance, HostMemory
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tierstore.dma.calibration import measure_thresholds
-from tierstore.dma.cuda_api import DirectedRuns
-from tierstore.dma.methods import CopyDirection, Thresholds
+from tierstore.dma.gpu.calibration import measure_thresholds
+from tierstore.dma.gpu.cuda_api import DirectedRuns
+from tierstore.dma.gpu.methods import CopyDirection, Thresholds
 from tierstore.testing.fake_cuda import FakeCuda
 
 NANO = 1e-9

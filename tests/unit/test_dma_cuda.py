@@ -9,7 +9,7 @@ from cuda_setup import COMPUTE, PAGE, Setup
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierstore.dma.pinning import PIECE_BYTES
+from tierstore.dma.gpu.pinning import PIECE_BYTES
 from tierstore.dma.protocol import CopyId
 from tierstore.errors import DeviceError, LayoutError
 from tierstore.layout import PAGE_BYTES, ChunkOrder

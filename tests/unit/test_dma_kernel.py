@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore.dma.kernel_source import KERNEL_NAME, KERNEL_SOURCE, THREADS_PER_BLOCK
+from tierstore.dma.gpu.kernel_source import KERNEL_NAME, KERNEL_SOURCE, THREADS_PER_BLOCK
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")

@@ -5,8 +5,8 @@ import pytest
 from cuda_engines import BATCHES, KERNELS, RECTANGLES
 from cuda_setup import LAYERS, Setup
 
-from tierstore.dma.lane import ENTRIES_MAX
-from tierstore.dma.methods import TABLE_ROWS
+from tierstore.dma.gpu.copy_stream import ENTRIES_MAX
+from tierstore.dma.gpu.methods import TABLE_ROWS
 from tierstore.dma.protocol import CopyId
 from tierstore.errors import DeviceError
 from tierstore.testing.copy_conformance import BLOCK_COUNT

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore.dma.cuda_api import DirectedRuns, Rectangles
-from tierstore.dma.methods import (
+from tierstore.dma.gpu.cuda_api import DirectedRuns, Rectangles
+from tierstore.dma.gpu.methods import (
     TABLE_ROWS,
     CopyDirection,
     CopyMethod,
@@ -14,7 +14,7 @@ from tierstore.dma.methods import (
     RegionBorders,
     Thresholds,
 )
-from tierstore.dma.rectangles import split_rectangles
+from tierstore.dma.gpu.rectangles import split_rectangles
 from tierstore.dma.runs import CopyRuns
 
 DEVICE, POOL = 1 << 40, 1 << 30

@@ -11,7 +11,7 @@ import pytest
 
 from tierstore.clock import MonotonicClock
 from tierstore.dma.host_memory import bind_to_node, prefault
-from tierstore.dma.pinning import PoolPinner
+from tierstore.dma.gpu.pinning import PoolPinner
 from tierstore.errors import DeviceBusyError
 from tierstore.memory import HostPool
 from tierstore.metrics import Counters

@@ -14,7 +14,7 @@ from tierstore.backend.opening import open_backend
 from tierstore.clock import MonotonicClock
 from tierstore.codec.record import PLACE_DTYPE
 from tierstore.config import load_config
-from tierstore.dma.cuda import CudaCopyEngine
+from tierstore.dma.gpu.engine import CudaCopyEngine
 from tierstore.errors import DeviceError, LayoutError
 from tierstore.executor import TransferExecutor
 from tierstore.executor import executor as executor_module

@@ -13,9 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from tierstore.bounded_log import Causes, bounded
-from tierstore.dma.cuda_api import CudaApi, Event, Rectangles, Stream
-from tierstore.dma.kernel_table import ROW_BYTES, fill_table, table_at
-from tierstore.dma.methods import TABLE_ROWS, CopyCalls, CopyMethod
+from tierstore.dma.gpu.cuda_api import CudaApi, Event, Rectangles, Stream
+from tierstore.dma.gpu.kernel_table import ROW_BYTES, fill_table, table_at
+from tierstore.dma.gpu.methods import TABLE_ROWS, CopyCalls, CopyMethod
 from tierstore.dma.protocol import CopyId
 from tierstore.errors import DeviceError
 from tierstore.transfer import IntArray

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from tierstore.bounded_log import bounded
-from tierstore.dma.cuda_api import AddressRange, DirectedRuns, Event, Rectangles, Stream
-from tierstore.dma.kernel_source import KERNEL_NAME, KERNEL_SOURCE, THREADS_PER_BLOCK
+from tierstore.dma.gpu.cuda_api import AddressRange, DirectedRuns, Event, Rectangles, Stream
+from tierstore.dma.gpu.kernel_source import KERNEL_NAME, KERNEL_SOURCE, THREADS_PER_BLOCK
 from tierstore.errors import DeviceBusyError, DeviceError, MissingExtraError
 from tierstore.transfer import IntArray
 

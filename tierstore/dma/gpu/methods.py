@@ -15,8 +15,8 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.dma.cuda_api import DirectedRuns, Rectangles
-from tierstore.dma.rectangles import split_rectangles
+from tierstore.dma.gpu.cuda_api import DirectedRuns, Rectangles
+from tierstore.dma.gpu.rectangles import split_rectangles
 from tierstore.dma.runs import CopyRuns
 from tierstore.transfer import IntArray
 

@@ -8,9 +8,9 @@ from contextlib import ExitStack, suppress
 import numpy as np
 
 from tierstore.bounded_log import bounded
-from tierstore.dma.cuda_api import CudaApi, DirectedRuns
-from tierstore.dma.kernel_table import ROW_BYTES, fill_table, table_at
-from tierstore.dma.methods import CopyDirection, CopyMethod
+from tierstore.dma.gpu.cuda_api import CudaApi, DirectedRuns
+from tierstore.dma.gpu.kernel_table import ROW_BYTES, fill_table, table_at
+from tierstore.dma.gpu.methods import CopyDirection, CopyMethod
 from tierstore.errors import DeviceError
 
 __all__ = ["drop_failing_methods"]

@@ -5,7 +5,7 @@ import ctypes
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.dma.cuda_api import DirectedRuns
+from tierstore.dma.gpu.cuda_api import DirectedRuns
 from tierstore.transfer import IntArray
 
 __all__ = ["ROW_BYTES", "fill_table", "table_at"]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.dma.cuda_api import DirectedRuns, Rectangles
+from tierstore.dma.gpu.cuda_api import DirectedRuns, Rectangles
 from tierstore.transfer import IntArray
 
 __all__ = ["RectangleSplit", "split_rectangles"]

@@ -8,9 +8,9 @@ import numpy as np
 
 from tierstore.bounded_log import bounded
 from tierstore.clock import Clock
-from tierstore.dma.cuda_api import CudaApi, DirectedRuns, Rectangles
-from tierstore.dma.kernel_table import ROW_BYTES, fill_table, table_at
-from tierstore.dma.methods import CopyDirection, CopyMethod, Thresholds
+from tierstore.dma.gpu.cuda_api import CudaApi, DirectedRuns, Rectangles
+from tierstore.dma.gpu.kernel_table import ROW_BYTES, fill_table, table_at
+from tierstore.dma.gpu.methods import CopyDirection, CopyMethod, Thresholds
 
 __all__ = ["measure_thresholds"]
 

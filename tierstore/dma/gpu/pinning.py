@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from tierstore.bounded_log import bounded
 from tierstore.clock import Clock, MonotonicClock
-from tierstore.dma.cuda_api import CudaApi
+from tierstore.dma.gpu.cuda_api import CudaApi
 from tierstore.dma.host_memory import bind_to_node, keep_from_children, prefault
 from tierstore.errors import DeviceBusyError, DeviceError
 from tierstore.layout import PAGE_BYTES, round_up
