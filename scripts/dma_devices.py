@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from tierstore.config import GpuConfig
-from tierstore.dma.gpu.engine import CudaCopyEngine
 from tierstore.dma.gpu.cuda_api import DirectedRuns
 from tierstore.dma.gpu.cupy_api import CupyApi
+from tierstore.dma.gpu.engine import CudaCopyEngine
 from tierstore.dma.host import HostCopyEngine
 from tierstore.dma.protocol import CopyEngine
 from tierstore.metrics import Counters

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tierstore.clock import MonotonicClock
-from tierstore.dma.host_memory import bind_to_node, prefault
 from tierstore.dma.gpu.pinning import PoolPinner
+from tierstore.dma.host_memory import bind_to_node, prefault
 from tierstore.errors import DeviceBusyError
 from tierstore.memory import HostPool
 from tierstore.metrics import Counters

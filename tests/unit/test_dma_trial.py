@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from cuda_engines import BATCHES, KERNELS, MEASURED, make_engine
 
-from tierstore.dma.protocol import CopyId
 from tierstore.dma.gpu.method_check import drop_failing_methods
+from tierstore.dma.protocol import CopyId
 from tierstore.errors import DeviceError
 from tierstore.layout import PAGE_BYTES, ChunkOrder
 from tierstore.memory import HostPool

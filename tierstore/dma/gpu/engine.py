@@ -23,8 +23,9 @@ from tierstore.bounded_log import bounded
 from tierstore.clock import MonotonicClock
 from tierstore.config import GpuConfig
 from tierstore.dma.gpu.calibration import measure_thresholds
-from tierstore.dma.gpu.cuda_api import COMPUTE_STREAM_DEFAULT, CudaApi, Stream
 from tierstore.dma.gpu.copy_stream import EventPool, Lane, LaneCopy, LaneProgress, StreamMark
+from tierstore.dma.gpu.cuda_api import COMPUTE_STREAM_DEFAULT, CudaApi, Stream
+from tierstore.dma.gpu.method_check import drop_failing_methods
 from tierstore.dma.gpu.methods import (
     CopyCalls,
     CopyDirection,
@@ -35,7 +36,6 @@ from tierstore.dma.gpu.methods import (
 from tierstore.dma.gpu.pinning import PoolPinner, Spawn
 from tierstore.dma.protocol import ComputeMark, CopyId
 from tierstore.dma.runs import GroupAddressing
-from tierstore.dma.gpu.method_check import drop_failing_methods
 from tierstore.errors import DeviceError, LayoutError
 from tierstore.layout import CanonicalKVCaches
 from tierstore.metrics import Counters

@@ -12,7 +12,7 @@ from tierstore.bounded_log import bounded
 from tierstore.key import Namespace
 from tierstore.planner import EngineStep
 from tierstore.tier.residency import ResidencyLog
-from tierstore_vllm.events import EventSource, TokenSpan
+from tierstore_vllm.kv_events.publisher import EventSource, TokenSpan
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
