@@ -34,7 +34,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from _bench_device import Clock, RawBench, Threads, huge_buffer
+from bench.device import Clock, RawBench, Threads, huge_buffer
 
 from tierstore import Manifest, TierStore
 from tierstore.backend.opening import open_backend

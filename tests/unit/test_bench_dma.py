@@ -6,10 +6,10 @@ import subprocess
 import sys
 
 import bench_dma
-import dma_devices
 import pytest
-from _dma_summary import summary
-from dma_devices import CpuDevice, CudaDevice
+from bench import dma_devices
+from bench.dma_devices import CpuDevice, CudaDevice
+from bench.dma_summary import summary
 from source_tree import ROOT
 
 from tierstore.testing.fake_cuda import FakeCuda
@@ -162,7 +162,7 @@ def test_the_whole_benchmark_of_a_gpu_measures_every_figure(monkeypatch, tmp_pat
 
 def test_shares_are_drawn(tmp_path) -> None:
     pytest.importorskip("matplotlib")
-    from _dma_plot import plot
+    from bench.dma_plot import plot
 
     rows = [
         {

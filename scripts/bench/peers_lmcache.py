@@ -24,7 +24,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from _peers import STALL_SECONDS, FileTier, Load, digests, filled
+
+from bench.peers import STALL_SECONDS, FileTier, Load, digests, filled
 
 __all__ = ["LmcacheAdapter", "LmcacheDisk", "lmcache_tiers", "why_not_measured"]
 

@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from _bench_engine import BLOCK_TOKENS, PROMPT_BLOCKS, PROMPT_TOKENS, Engine, Scenario, StepTimes
-
+from bench.engine import BLOCK_TOKENS, PROMPT_BLOCKS, PROMPT_TOKENS, Engine, Scenario, StepTimes
 from tierstore.config import PrimaryConfig, SecondaryConfig, StoreConfig
 from tierstore.executor import TransferExecutor
 from tierstore.layout import PAGE_BYTES, ChunkOrder, GroupKind

@@ -1,6 +1,6 @@
 """One engine of `bench_vllm.py`: stays alive and answers requests, one JSON object per line.
 
-    python scripts/bench_vllm_engine.py '{"engine": {...}, "transfer": {...} or null}'
+    python scripts/bench/vllm_engine.py '{"engine": {...}, "transfer": {...} or null}'
 
 A request names `prompts` (token ids), `max_tokens`, and whether to `reset` the engine's own prefix
 cache first; the answer says what `Generated` says. The end of standard input ends the engine.

@@ -1,4 +1,4 @@
-"""An engine for `_bench_step`: vLLM's objects and the order of its scheduler's calls, no model."""
+"""An engine for `bench.step`: vLLM's objects and the order of its scheduler's calls, no model."""
 
 import os
 import random

@@ -18,9 +18,9 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from _bench_device import huge_buffer
 from xxhash import xxh3_64_intdigest
 
+from bench.device import huge_buffer
 from tierstore import Manifest
 from tierstore.clock import MonotonicClock
 from tierstore.config import load_config
