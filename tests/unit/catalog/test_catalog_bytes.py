@@ -24,7 +24,7 @@ from tierstore.catalog.messages import (
 from tierstore.layout import PAGE_BYTES
 from tierstore.lmdb_env.env import LmdbEnv
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 READER = """
 import sys
@@ -220,7 +220,7 @@ print(harness.located(1, 2), harness.catalog._env.map_bytes() < 4 << 30)
 
 
 def test_a_process_of_few_addresses_opens_the_catalog_all_the_same(tmp_path):
-    tests = Path(__file__).parents[1]
+    tests = Path(__file__).parents[2]
     run = subprocess.run(
         [sys.executable, "-c", LIMITED, tmp_path, ROOT, tests],
         capture_output=True,

@@ -77,7 +77,7 @@ def start_writer(path, first, count):
     alias = path.parent / "modules"
     alias.mkdir(exist_ok=True)
     (alias / "tests_secondary.py").write_text(here.read_text())
-    environment["PYTHONPATH"] = f"{alias}:{here.parents[2]}"
+    environment["PYTHONPATH"] = f"{alias}:{here.parents[3]}"
     command = [sys.executable, "-c", WRITER, str(path), str(first), str(count)]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 

@@ -13,7 +13,7 @@ from store_kit import Chunks, config_of
 from waiting import within_seconds
 
 FOLDER = Path(__file__).parent
-ROOT = FOLDER.parent.parent
+ROOT = FOLDER.parents[2]
 CHUNKS = Chunks(65_536)
 
 

@@ -28,7 +28,7 @@ from tierstore.config import (
 from tierstore.config.document import Document
 from tierstore.errors import ConfigError
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[3] / "configs"
 CONFIG_FILES = sorted(CONFIGS.glob("*.yaml"))
 
 

@@ -14,7 +14,7 @@ from tierstore.errors import BackendError
 from tierstore.lmdb_env.env import LmdbEnv
 from tierstore.lmdb_env.lock import library_lock
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MAP_BYTES = 1 << 22
 
 HOLDER = """
