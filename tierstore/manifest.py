@@ -20,7 +20,7 @@ from tierstore.quoting import escaped, quoted
 __all__ = ["FORMAT_VERSION", "GroupManifest", "Manifest", "namespace_of"]
 
 FORMAT_VERSION = 1
-"""Version of the on-disk format (ARCHITECTURE.md); other versions never mix."""
+"""Version of the on-disk format (docs/format.md); other versions never mix."""
 
 _CHUNK_BYTES_MAX = (1 << 32) - 1
 """A record's header has 32 bits for it."""
