@@ -82,9 +82,10 @@ def test_the_public_names_are_those_that_were_announced() -> None:
     named = " ".join(tierstore.__all__)
     assert named == (
         "BackendBusyError BackendError BackendFullError CatalogError ClosedError ConfigError "
-        "LayoutError Manifest ManifestError MissingExtraError OffloadKey PrefixMatch PromptError ReentryError "
-        "StoreConfig StoreStats TierStore TierStoreError __version__ get_offload_block_hash "
-        "get_offload_group_idx get_offload_namespace load_config make_offload_key make_offload_keys"
+        "LayoutError Manifest ManifestError MissingExtraError OffloadKey PrefixMatch PromptError "
+        "ReentryError StoreConfig StoreStats TierStore TierStoreError __version__ "
+        "get_offload_block_hash get_offload_group_idx get_offload_namespace load_config "
+        "make_offload_key make_offload_keys"
     )
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert tierstore.__version__ == project["version"]

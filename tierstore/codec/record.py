@@ -20,7 +20,7 @@ stored together is read with one vectored call, and small chunks do not pay a pa
        104     16  reserved          MUST be zero
        120      8  header_checksum   xxh3_64 of bytes 0 to 119
 
-A keyed record (see `keyed_codec`) has, instead of what begins at 96:
+A keyed record (see `keyed`) has, instead of what begins at 96:
 
         96      4  key_id            which key of the key file
        100     12  nonce             random

@@ -1,7 +1,7 @@
 """LMDB environments of this process.
 
 An environment must not be opened twice in one process, so openers of one directory share one
-environment by reference count. Every exception of the library is translated here (`lmdb_errors`).
+environment by reference count. Every exception of the library is translated here (`errors`).
 """
 
 import errno

@@ -6,9 +6,9 @@
     distrust   a note: what the rows say cannot be right
 
 A seal that fits proves every bit. Where it does not fit, or there is none (a process was killed),
-the structure of the file is verified, page by page: see `lmdb_image`. A file with a damaged
+the structure of the file is verified, page by page: see `verify`. A file with a damaged
 structure, or without one, is removed: what was in it is a cache. For the locks that this takes see
-`lmdb_lock`.
+`lock`.
 """
 
 import logging

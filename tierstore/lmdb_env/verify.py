@@ -3,7 +3,7 @@
 LMDB trusts its pages: a flipped bit in one may end the process or destroy other records. What is
 verified here is all that the library relies on when it follows, changes and frees pages; not what
 keys and values say, nor that keys are in order: those cost a miss, or a catalog finds them itself
-(`catalog_check`). See `lmdb_page` for the format.
+(`catalog.check`). See `page` for the format.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Looking for records without keeping the engine's step waiting for a device.
 
-All lookups are done by the thread that reads the catalog (`catalog_reads`). For a few keys the step
+All lookups are done by the thread that reads the catalog (`reads`). For a few keys the step
 waits, for as long as a sound device never takes. A long prefix is looked up while the step goes on,
 for a catalog gives the interpreter away with every single key; the step that asks again finds the
 answer here. A device that does not answer has no records until it does.
