@@ -30,9 +30,9 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-from _dma_plot import plot
-from _dma_summary import summary
-from dma_devices import ComputeDevice, CpuDevice, CudaDevice, Device, facts, open_device
+from bench.dma_devices import ComputeDevice, CpuDevice, CudaDevice, Device, facts, open_device
+from bench.dma_plot import plot
+from bench.dma_summary import summary
 
 from tierstore.dma.protocol import CopyEngine, CopyId
 from tierstore.dma.runs import GroupAddressing

@@ -43,10 +43,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from _bench_device import Clock, RawBench, Threads
-from _peers import FileTier, Load, TierstoreFiles, VllmFiles
-from _peers_index import Index, TierstoreIndex, VllmIndex
-from _peers_lmcache import lmcache_tiers, why_not_measured
+from bench.device import Clock, RawBench, Threads
+from bench.peers import FileTier, Load, TierstoreFiles, VllmFiles
+from bench.peers_index import Index, TierstoreIndex, VllmIndex
+from bench.peers_lmcache import lmcache_tiers, why_not_measured
 
 CHUNKS = ["64KiB", "256KiB", "1MiB", "4MiB"]
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}

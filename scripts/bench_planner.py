@@ -25,8 +25,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
-from _bench_catalog import measure_catalog
-from _bench_primary import Eviction, Subject, Tierstore, Vllm, measure
+from bench.catalog import measure_catalog
+from bench.primary import Eviction, Subject, Tierstore, Vllm, measure
 
 RUN_COUNT = 5
 
@@ -79,7 +79,7 @@ def bench_catalog(record_count: int, sizes: list[int], directory: Path) -> dict[
 
 def bench_step(step_count: int, directory: Path, tiers: str) -> list[object]:
     """Measure the steps of a busy engine, and print them."""
-    from _bench_step import Tiers, measure_steps
+    from bench.step import Tiers, measure_steps
 
     with tempfile.TemporaryDirectory(dir=directory) as name:
         results = measure_steps(Path(name), step_count, cast("Tiers", tiers))

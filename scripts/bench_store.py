@@ -34,17 +34,17 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from _bench_device import Clock, RawBench, Threads, huge_buffer
+from bench.device import Clock, RawBench, Threads, huge_buffer
 
 from tierstore import Manifest, TierStore
 from tierstore.backend.opening import open_backend
 from tierstore.backend.protocol import Backend, RecordIo
+from tierstore.codec.record import EXTENT_RECORDS_MAX, PLACE_DTYPE
 from tierstore.config import StoreConfig, load_config
 from tierstore.executor.job import split_batches
 from tierstore.geometry import SpaceGeometry
 from tierstore.key import OffloadKey, make_offload_keys
 from tierstore.layout import PAGE_BYTES, round_up
-from tierstore.record import EXTENT_RECORDS_MAX, PLACE_DTYPE
 from tierstore.testing.spread import spread_hashes
 from tierstore.transfer import FailureReason, Place
 

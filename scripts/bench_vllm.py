@@ -36,9 +36,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _bench_device import Clock, RawBench, Threads
-from bench_vllm_engine import Generated
-from bench_vllm_prompts import (
+from bench.device import Clock, RawBench, Threads
+from bench.vllm_engine import Generated
+from bench.vllm_prompts import (
     conversations,
     long_prompts,
     requests_of_trace,
@@ -85,7 +85,7 @@ class Engine:
             "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
             "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
         }
-        command = [sys.executable, str(ROOT / "scripts" / "bench_vllm_engine.py")]
+        command = [sys.executable, str(ROOT / "scripts" / "bench" / "vllm_engine.py")]
         self._log = log
         with log.open("w") as output:
             self._process = subprocess.Popen(
@@ -204,7 +204,7 @@ class Bench:
         rehearsals = pool_bytes // batch_bytes + 1
         transfers = {
             "no connector": None,
-            "connector that does nothing": _transfer("NullConnector", "bench_vllm_null", {}),
+            "connector that does nothing": _transfer("NullConnector", "bench.vllm_null", {}),
             "memory": self.tierstore("", pool_bytes),
             "memory and disk": self.tierstore("unseen", pool_bytes),
         }

@@ -47,7 +47,7 @@ def main() -> None:
 def describe(source: Path, version: str) -> Description:
     """Return the table of one vLLM: what it has of what the adapter names."""
     wanted = {module: set(classes) for module, classes in _NAMES.items()}
-    for module, names in imported_names(sorted(ADAPTER.glob("*.py"))).items():
+    for module, names in imported_names(sorted(ADAPTER.rglob("*.py"))).items():
         wanted.setdefault(module, set()).update(names)
     modules = {module: describe_module(source, module, wanted[module]) for module in wanted}
     return {"version": version, "modules": modules}

@@ -6,14 +6,8 @@ from typing import ClassVar
 import numpy as np
 from fake_clock import FakeClock
 
-from tierstore.config import SecondaryConfig
-from tierstore.geometry import segment_overhead_pages
-from tierstore.key import make_offload_keys
-from tierstore.manifest import Manifest
-from tierstore.record import PLACE_DTYPE
-from tierstore.testing.spread import spread_hashes
-from tierstore.tier.catalog import Catalog
-from tierstore.tier.catalog_messages import (
+from tierstore.catalog.catalog import Catalog
+from tierstore.catalog.messages import (
     Committed,
     CommitTicket,
     Evicted,
@@ -23,7 +17,13 @@ from tierstore.tier.catalog_messages import (
     RequestPlaces,
     SweepGarbage,
 )
-from tierstore.tier.catalog_writer import CatalogWriter
+from tierstore.catalog.writer import CatalogWriter
+from tierstore.codec.record import PLACE_DTYPE
+from tierstore.config import SecondaryConfig
+from tierstore.geometry import segment_overhead_pages
+from tierstore.key import make_offload_keys
+from tierstore.manifest import Manifest
+from tierstore.testing.spread import spread_hashes
 
 MIB = 1 << 20
 

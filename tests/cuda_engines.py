@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from tierstore.config import GpuConfig
-from tierstore.dma.cuda import CudaCopyEngine
+from tierstore.dma.gpu.engine import CudaCopyEngine
 from tierstore.metrics import Counters
 from tierstore.testing.fake_cuda import FakeCuda
 

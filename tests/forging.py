@@ -8,7 +8,7 @@ import struct
 from xxhash import xxh3_64_intdigest
 
 from tierstore.geometry import lmdb_body_bytes
-from tierstore.lmdb_env import LmdbEnv
+from tierstore.lmdb_env.env import LmdbEnv
 
 PAGE = 4096
 HEADER = 128

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from tierstore import Manifest, load_config, make_offload_keys
 from tierstore.clock import Clock, MonotonicClock
+from tierstore.embedded.loop import PlaneLoop
 from tierstore.executor import TransferExecutor
 from tierstore.layout import PAGE_BYTES
 from tierstore.metrics import Counters
-from tierstore.plane_loop import PlaneLoop
 from tierstore.testing.spread import spread_hashes
 from tierstore.tier.opening import open_stack
 from tierstore.tier.reservation import ChunkState

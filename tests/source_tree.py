@@ -9,7 +9,7 @@ PACKAGES = (ROOT / "tierstore", ROOT / "adapters" / "vllm" / "tierstore_vllm")
 CORE_FILES = sorted(PACKAGES[0].rglob("*.py"))
 PACKAGE_FILES = sorted(path for package in PACKAGES for path in package.rglob("*.py"))
 TEST_FILES = sorted((ROOT / "tests").rglob("*.py"))
-SCRIPT_FILES = sorted((ROOT / "scripts").glob("*.py"))
+SCRIPT_FILES = sorted((ROOT / "scripts").rglob("*.py"))
 
 
 def name_of(path: Path) -> str:

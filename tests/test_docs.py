@@ -20,7 +20,7 @@ DOCUMENTS = [
     ROOT / "BENCHMARKS.md",
     ROOT / "SECURITY.md",
     ROOT / "adapters" / "vllm" / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 
 

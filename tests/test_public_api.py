@@ -1,10 +1,11 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
-from source_tree import PACKAGE_FILES, name_of, tree_of
+from source_tree import PACKAGE_FILES, ROOT, name_of, tree_of
 
 PUBLIC_FILES = [
     path
@@ -73,6 +74,21 @@ def test_the_package_offers_the_names_of_the_embedded_api() -> None:
     wanted = {"Manifest", "TierStore", "load_config", "make_offload_keys"}
     assert wanted <= set(tierstore.__all__)
     assert all(hasattr(tierstore, name) for name in tierstore.__all__)
+
+
+def test_the_public_names_are_those_that_were_announced() -> None:
+    import tierstore
+
+    named = " ".join(tierstore.__all__)
+    assert named == (
+        "BackendBusyError BackendError BackendFullError CatalogError ClosedError ConfigError "
+        "LayoutError Manifest ManifestError MissingExtraError OffloadKey PrefixMatch PromptError "
+        "ReentryError StoreConfig StoreStats TierStore TierStoreError __version__ "
+        "get_offload_block_hash get_offload_group_idx get_offload_namespace load_config "
+        "make_offload_key make_offload_keys"
+    )
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert tierstore.__version__ == project["version"]
 
 
 def test_importing_tierstore_is_light() -> None:

@@ -1,9 +1,27 @@
-"""tierstore keeps the KV cache of an LLM inference engine in pinned host memory and on disk."""
+"""tierstore keeps the KV cache of an LLM inference engine in pinned host memory and on disk.
+
+Public is what `__all__` names here: it changes with a new minor version at most, and the changelog
+says so. So are the keys of the configuration, the names of metrics, and what `tierstore.testing`
+offers to the tests of plug-ins. Everything else may change in any release.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from tierstore.errors import TierStoreError
+from tierstore.errors import (
+    BackendBusyError,
+    BackendError,
+    BackendFullError,
+    CatalogError,
+    ClosedError,
+    ConfigError,
+    LayoutError,
+    ManifestError,
+    MissingExtraError,
+    PromptError,
+    ReentryError,
+    TierStoreError,
+)
 from tierstore.key import (
     OffloadKey,
     get_offload_block_hash,
@@ -14,16 +32,17 @@ from tierstore.key import (
 )
 
 if TYPE_CHECKING:
-    from tierstore.config import load_config
+    from tierstore.config import StoreConfig, load_config
+    from tierstore.embedded.store import PrefixMatch, StoreStats, TierStore
     from tierstore.manifest import Manifest
-    from tierstore.store import PrefixMatch, StoreStats, TierStore
 else:
     # The tiers are most of what there is to import: who only names chunks does without.
     _MODULE_BY_NAME = {
         "Manifest": "tierstore.manifest",
-        "PrefixMatch": "tierstore.store",
-        "StoreStats": "tierstore.store",
-        "TierStore": "tierstore.store",
+        "PrefixMatch": "tierstore.embedded.store",
+        "StoreConfig": "tierstore.config",
+        "StoreStats": "tierstore.embedded.store",
+        "TierStore": "tierstore.embedded.store",
         "load_config": "tierstore.config",
     }
 
@@ -37,13 +56,28 @@ else:
         return sorted(globals().keys() | _MODULE_BY_NAME)
 
 
+__version__ = "0.1.0"
+
 __all__ = [
+    "BackendBusyError",
+    "BackendError",
+    "BackendFullError",
+    "CatalogError",
+    "ClosedError",
+    "ConfigError",
+    "LayoutError",
     "Manifest",
+    "ManifestError",
+    "MissingExtraError",
     "OffloadKey",
     "PrefixMatch",
+    "PromptError",
+    "ReentryError",
+    "StoreConfig",
     "StoreStats",
     "TierStore",
     "TierStoreError",
+    "__version__",
     "get_offload_block_hash",
     "get_offload_group_idx",
     "get_offload_namespace",

@@ -16,8 +16,8 @@ The data plane needs `payload_map_bytes` alone; how long a segment is stands in 
 from dataclasses import dataclass
 from typing import Literal, Self
 
-from tierstore.block_units import PAGE_UNITS, BlockUnits
 from tierstore.config import SecondaryConfig
+from tierstore.device.block_units import PAGE_UNITS, BlockUnits
 from tierstore.errors import ConfigError
 from tierstore.layout import PAGE_BYTES
 from tierstore.manifest import Manifest

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,14 +13,14 @@ from typing import Self
 import xxhash
 
 from tierstore.errors import ManifestError
-from tierstore.key import Namespace
+from tierstore.key import Namespace, OffloadKey, make_offload_keys
 from tierstore.layout import ChunkOrder, GroupKind, GroupSpec
 from tierstore.quoting import escaped, quoted
 
 __all__ = ["FORMAT_VERSION", "GroupManifest", "Manifest", "namespace_of"]
 
 FORMAT_VERSION = 1
-"""Version of the on-disk format (ARCHITECTURE.md); other versions never mix."""
+"""Version of the on-disk format (docs/format.md); other versions never mix."""
 
 _CHUNK_BYTES_MAX = (1 << 32) - 1
 """A record's header has 32 bits for it."""
@@ -117,6 +117,19 @@ class Manifest:
                 f"groups[{group_idx}]: expected chunks of 1 to {_CHUNK_BYTES_MAX} bytes, got "
                 f"{quoted(chunk_bytes)}; change blocks_per_chunk"
             )
+
+    def keys(self, block_hashes: Sequence[bytes], group_idx: int = 0) -> list[OffloadKey]:
+        """Return the key of each chunk of a group by the hash of its last block (8 to 64 bytes).
+
+        Raises:
+            ManifestError: there is no such group.
+            ValueError: a hash is too short or too long.
+        """
+        if type(group_idx) is not int or not 0 <= group_idx < len(self.groups):
+            raise ManifestError(
+                f"group_idx: expected 0 to {len(self.groups) - 1}, got {quoted(group_idx)}"
+            )
+        return make_offload_keys(self.namespace, group_idx, block_hashes)
 
     @classmethod
     def simple(cls, model: str, chunk_bytes: int) -> Self:

@@ -3,8 +3,8 @@ from keyed import codec_of
 
 from tierstore.backend.file import FileBackend
 from tierstore.backend.lmdb import LmdbBackend
-from tierstore.codec import PlainCodec
-from tierstore.record import HEADER_BYTES
+from tierstore.codec.plain import PlainCodec
+from tierstore.codec.record import HEADER_BYTES
 from tierstore.testing.backend_conformance import BackendConformance
 
 MAP_BYTES = 16 << 20

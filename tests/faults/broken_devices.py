@@ -78,7 +78,7 @@ def _vanished(folder: Path) -> Iterator[tuple[Path, Fault]]:
 _HOLDER = """
 import sys, time
 from pathlib import Path
-from tierstore.lmdb_env import LmdbEnv
+from tierstore.lmdb_env.env import LmdbEnv
 sys.stdin.readline()
 env = LmdbEnv.open(Path(sys.argv[1]), map_bytes=1 << 38)
 with env.write():

@@ -10,8 +10,8 @@ from pathlib import Path
 from store_kit import MIB, Chunks, config_of, du
 
 from tierstore import TierStore
+from tierstore.embedded.planes import Patience
 from tierstore.errors import TierStoreError
-from tierstore.planes import Patience
 from tierstore.testing.crash import CrashRecorder
 
 CAPACITY_BYTES = 8 * MIB

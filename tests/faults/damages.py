@@ -11,9 +11,9 @@ from pathlib import Path
 from store_kit import MIB, Chunks, config_of, du
 
 from tierstore import TierStore
+from tierstore.device.system import SYSTEM, SystemCalls
+from tierstore.embedded.planes import Patience
 from tierstore.errors import TierStoreError
-from tierstore.planes import Patience
-from tierstore.system import SYSTEM, SystemCalls
 
 PAGE = 4096
 SECTOR = 512

@@ -26,8 +26,8 @@ from filesystems import sampled
 from store_kit import MIB, Chunks, config_of
 
 from tierstore import TierStore
+from tierstore.embedded.planes import Patience
 from tierstore.errors import TierStoreError
-from tierstore.planes import Patience
 
 __all__ = ["Outcome", "endure"]
 

@@ -3,7 +3,7 @@
 import errno
 import os
 
-from tierstore.system import DatabasePoint, SystemCalls
+from tierstore.device.system import DatabasePoint, SystemCalls
 
 
 class FailingDevice(SystemCalls):

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from store_kit import MIB, Chunks, config_of, du
 
 from tierstore import TierStore
+from tierstore.embedded.planes import Patience
 from tierstore.errors import TierStoreError
-from tierstore.planes import Patience
 from tierstore.testing.faults import FaultPlan, faulty_backend_opener
 
 CHUNKS = Chunks(65_536)

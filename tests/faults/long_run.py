@@ -24,8 +24,8 @@ from store_kit import MIB, Chunks, config_of
 from waiting import within_seconds
 
 from tierstore import TierStore
+from tierstore.embedded.planes import Patience
 from tierstore.errors import TierStoreError
-from tierstore.planes import Patience
 from tierstore.testing.faults import FaultPlan, FaultRule
 
 __all__ = ["LongRun", "run_long"]

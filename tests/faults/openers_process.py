@@ -16,7 +16,7 @@ from pathlib import Path
 
 import lmdb
 
-from tierstore.lmdb_env import LmdbEnv
+from tierstore.lmdb_env.env import LmdbEnv
 
 
 def main():

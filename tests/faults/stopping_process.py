@@ -12,7 +12,7 @@ from pathlib import Path
 from store_kit import Chunks, config_of
 
 from tierstore import TierStore
-from tierstore.system import DatabasePoint, SystemCalls
+from tierstore.device.system import DatabasePoint, SystemCalls
 
 CHUNKS = Chunks(4096)
 

@@ -9,8 +9,8 @@ from store_kit import MIB, Chunks, config_of, du
 
 from tierstore import TierStore
 from tierstore.backend.opening import open_backend
+from tierstore.device.system import SystemCalls
 from tierstore.errors import BackendError
-from tierstore.system import SystemCalls
 
 CAPACITY_BYTES = 64 * MIB
 

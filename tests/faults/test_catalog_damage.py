@@ -3,11 +3,11 @@
 import pytest
 from store_kit import MIB, Chunks, config_of, du, misses
 
-from tierstore.directory import Directory
-from tierstore.lmdb_env import LmdbEnv
-from tierstore.lmdb_file import seal
-from tierstore.tier.catalog_schema import Databases
-from tierstore.tier.space import Space
+from tierstore.catalog.pages.space import Space
+from tierstore.catalog.rows import Databases
+from tierstore.device.directory import Directory
+from tierstore.lmdb_env.env import LmdbEnv
+from tierstore.lmdb_env.seal import seal
 
 NUMBERS = range(500)
 NEW = range(1000, 1500)

@@ -9,8 +9,8 @@ import pytest
 from campaign import run_campaign
 from damages import OLD, DamagedStores
 
-from tierstore.block_units import BlockUnits
-from tierstore.system import SystemCalls
+from tierstore.device.block_units import BlockUnits
+from tierstore.device.system import SystemCalls
 
 GRAVE = ("wrong bytes", "crashes", "hangs", "exceptions", "over quota")
 

@@ -8,8 +8,8 @@ import pytest
 from store_kit import Chunks, config_of, misses
 
 from tierstore import TierStore
+from tierstore.embedded.planes import Patience
 from tierstore.errors import BackendError
-from tierstore.planes import Patience
 from tierstore.testing.faults import (
     FaultSchedule,
     ReadFaults,

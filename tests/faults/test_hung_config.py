@@ -12,7 +12,7 @@ from store_kit import Chunks
 
 from tierstore import TierStore
 from tierstore.config import load_config
-from tierstore.planes import Patience
+from tierstore.embedded.planes import Patience
 
 pytestmark = [
     pytest.mark.skipif(bool(why_there_is_none()), reason=f"no FUSE: {why_there_is_none()}"),

@@ -14,8 +14,8 @@ from store_kit import Chunks, config_of
 from waiting import within_seconds
 
 from tierstore import TierStore
+from tierstore.embedded.planes import Patience
 from tierstore.errors import BackendError, TierStoreError
-from tierstore.planes import Patience
 
 pytestmark = [
     pytest.mark.skipif(bool(why_there_is_none()), reason=f"no FUSE: {why_there_is_none()}"),

@@ -33,7 +33,7 @@ STORE = textwrap.dedent("""
     from pathlib import Path
     from store_kit import Chunks, config_of
     from tierstore import TierStore
-    from tierstore.planes import Patience
+    from tierstore.embedded.planes import Patience
 
     path, backend = sys.argv[1:]
     chunks = Chunks(65_536)

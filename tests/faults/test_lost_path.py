@@ -14,8 +14,8 @@ from store_kit import MIB, Chunks, config_of, du
 from waiting import within_seconds
 
 from tierstore import TierStore
+from tierstore.embedded.planes import Patience
 from tierstore.errors import BackendError
-from tierstore.planes import Patience
 
 FOLDER = Path(__file__).parent
 CAPACITY = 16 * MIB

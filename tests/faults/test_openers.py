@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tierstore.errors import BackendError
-from tierstore.lmdb_env import LmdbEnv
+from tierstore.lmdb_env.env import LmdbEnv
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent.parent
@@ -27,7 +27,7 @@ USER = """
 import os, signal, sys
 from pathlib import Path
 import lmdb
-from tierstore.lmdb_env import LmdbEnv
+from tierstore.lmdb_env.env import LmdbEnv
 
 def say(word):
     print(word, flush=True)
@@ -221,7 +221,7 @@ def test_a_forked_child_does_not_keep_the_lock_of_an_opener_that_died(tmp_path):
 import os, signal, sys
 from pathlib import Path
 import lmdb
-from tierstore.lmdb_env import LmdbEnv
+from tierstore.lmdb_env.env import LmdbEnv
 
 def fork_and_die(*_, **__):
     if os.fork() == 0:

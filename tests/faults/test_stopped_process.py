@@ -12,8 +12,8 @@ from store_kit import Chunks, config_of
 from waiting import within_seconds
 
 from tierstore import TierStore
+from tierstore.embedded.planes import Patience
 from tierstore.errors import BackendError
-from tierstore.planes import Patience
 
 FOLDER = Path(__file__).parent
 CHUNKS = Chunks(4096)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tierstore.errors import BackendBusyError
-from tierstore.lmdb_env import LmdbEnv
+from tierstore.lmdb_env.env import LmdbEnv
 
 ROOT = Path(__file__).parent.parent.parent
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -21,8 +21,8 @@ MAP_BYTES = 1 << 22
 STOPPING = """
 import os, signal, sys
 from pathlib import Path
-from tierstore.lmdb_env import LmdbEnv
-from tierstore.system import DatabasePoint, SystemCalls
+from tierstore.lmdb_env.env import LmdbEnv
+from tierstore.device.system import DatabasePoint, SystemCalls
 
 class Stopping(SystemCalls):
     def reach(self, point):
@@ -38,7 +38,7 @@ print("ended", flush=True)
 WRITING = """
 import json, sys, time
 from pathlib import Path
-from tierstore.lmdb_env import LmdbEnv
+from tierstore.lmdb_env.env import LmdbEnv
 
 env = LmdbEnv.open(Path(sys.argv[1]), map_bytes=1 << 22)
 print("open", flush=True)

@@ -9,13 +9,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from store_kit import MIB, Chunks, config_of, du
 
-from tierstore.errors import CatalogDamagedError, TierStoreError
-from tierstore.key import make_offload_keys
-from tierstore.lmdb_env import LmdbEnv
-from tierstore.manifest import Manifest
-from tierstore.record import HEADER_BYTES, PLACE_BYTES, explain_mismatch, parse_places
-from tierstore.testing.spread import spread_hashes
-from tierstore.tier.catalog_schema import (
+from tierstore.catalog.rows import (
     Databases,
     ExtentRow,
     OwnerRow,
@@ -24,6 +18,12 @@ from tierstore.tier.catalog_schema import (
     StateRow,
     decode_records,
 )
+from tierstore.codec.record import HEADER_BYTES, PLACE_BYTES, explain_mismatch, parse_places
+from tierstore.errors import CatalogDamagedError, TierStoreError
+from tierstore.key import make_offload_keys
+from tierstore.lmdb_env.env import LmdbEnv
+from tierstore.manifest import Manifest
+from tierstore.testing.spread import spread_hashes
 
 CHUNKS = Chunks(12_000)
 OLD = range(64)

@@ -15,8 +15,8 @@ from waiting import within_seconds
 
 from tierstore import TierStore
 from tierstore.backend.opening import open_backend
+from tierstore.embedded.planes import Patience
 from tierstore.errors import BackendError
-from tierstore.planes import Patience
 from tierstore.testing.faults import ReadFaults, unreadable_opener
 from tierstore.transfer import FailureReason
 

@@ -9,9 +9,9 @@ from store_kit import Chunks, config_of
 from waiting import within_seconds
 
 from tierstore import TierStore
+from tierstore.device.system import DatabasePoint, SystemCalls
+from tierstore.embedded.planes import Patience
 from tierstore.errors import BackendError, CatalogError, ConfigError
-from tierstore.planes import Patience
-from tierstore.system import DatabasePoint, SystemCalls
 
 CHUNKS = Chunks(4096)
 PATIENCE = Patience(put_seconds=0.2, flush_seconds=1, close_seconds=20)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cuda_engines import BATCHES, KERNELS, MEASURED, RECTANGLES
 
-from tierstore.dma.cuda import CudaCopyEngine
+from tierstore.dma.gpu.engine import CudaCopyEngine
 from tierstore.dma.protocol import CopyId
 from tierstore.layout import PAGE_BYTES, ChunkOrder
 from tierstore.metrics import Counters
@@ -46,7 +46,7 @@ def make_api():
 
 @cache
 def _first_api():
-    from tierstore.dma.cupy_api import CupyApi
+    from tierstore.dma.gpu.cupy_api import CupyApi
 
     return CupyApi(0, kernel_sms=4)
 

@@ -19,12 +19,12 @@ from cuda_device import (
 )
 from cuda_engines import BATCHES, KERNELS, MEASURED, MIXED, RECTANGLES
 
-from tierstore.dma.cuda_api import DirectedRuns
-from tierstore.dma.kernel_table import ROW_BYTES, fill_table, table_at
-from tierstore.dma.lane import ENTRIES_MAX
-from tierstore.dma.pinning import PoolPinner
+from tierstore.dma.gpu.copy_stream import ENTRIES_MAX
+from tierstore.dma.gpu.cuda_api import DirectedRuns
+from tierstore.dma.gpu.kernel_table import ROW_BYTES, fill_table, table_at
+from tierstore.dma.gpu.method_check import drop_failing_methods
+from tierstore.dma.gpu.pinning import PoolPinner
 from tierstore.dma.protocol import CopyId
-from tierstore.dma.trial import drop_failing_methods
 from tierstore.layout import PAGE_BYTES, ChunkOrder
 from tierstore.memory import HostPool
 from tierstore.metrics import Counters

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from cuda_device import NEEDS_GPU, CudaMemory
 
+from tierstore.codec.record import PLACE_DTYPE
 from tierstore.config import load_config
 from tierstore.executor import TransferExecutor
 from tierstore.key import Namespace, make_offload_keys
 from tierstore.layout import PAGE_BYTES, ChunkOrder
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters
-from tierstore.record import PLACE_DTYPE
 from tierstore.testing.copy_conformance import BLOCK_COUNT, make_caches
 from tierstore.testing.spread import spread_hashes
 from tierstore.transfer import JobId, Load, LoadPart, Offload, Place, Promote

@@ -17,7 +17,7 @@ from cuda_device import (
     wait,
 )
 
-from tierstore.dma.pinning import PoolPinner
+from tierstore.dma.gpu.pinning import PoolPinner
 from tierstore.dma.protocol import CopyId
 from tierstore.layout import PAGE_BYTES
 from tierstore.memory import HostPool

@@ -18,7 +18,7 @@ from waiting import within_seconds
 
 from tierstore import TierStore
 from tierstore.backend.opening import open_backend
-from tierstore.planes import Patience
+from tierstore.embedded.planes import Patience
 from tierstore.transfer import FailureReason
 
 CHUNKS = Chunks(16_384, model="overlap")

@@ -9,7 +9,7 @@ from tierstore.config import PrimaryConfig
 from tierstore.key import OffloadKey
 from tierstore.layout import PAGE_BYTES
 from tierstore.testing.spread import spread_hash
-from tierstore.tier.primary import PrimaryTier
+from tierstore.tier.memory.primary import PrimaryTier
 
 numbers = st.integers(0, 25)
 

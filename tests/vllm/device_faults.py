@@ -179,7 +179,7 @@ def _holder(catalog: Path) -> Iterator[subprocess.Popen[str]]:
     code = (
         "import sys, time\n"
         "from pathlib import Path\n"
-        "from tierstore.lmdb_env import LmdbEnv\n"
+        "from tierstore.lmdb_env.env import LmdbEnv\n"
         "env = LmdbEnv.open(Path(sys.argv[1]), map_bytes=1 << 38)\n"
         "with env.write():\n"
         "    print('held', flush=True)\n"

@@ -10,7 +10,7 @@ from typing import Any
 from lab import SEAMS, Lab, main
 from slow import SlowConnector
 
-from tierstore.system import SystemCalls
+from tierstore.device.system import SystemCalls
 
 _PAGE_BYTES = 4096
 _ANSWER_SECONDS_MAX = 30

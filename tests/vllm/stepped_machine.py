@@ -26,14 +26,16 @@ from unittest.mock import patch
 
 from hanging import HangingTask, stand_still
 
-from tierstore import catalog_reader, clock, io_pool
+from tierstore import clock, io_pool
 from tierstore.backend.opening import open_backend
 from tierstore.config import real_paths
+from tierstore.device.system import SystemCalls
 from tierstore.dma.host import HostCopyEngine
 from tierstore.dma.protocol import ComputeMark, CopyId
+from tierstore.embedded import catalog_reader
 from tierstore.executor import TransferExecutor
-from tierstore.system import SystemCalls
-from tierstore.tier import catalog_keeper, catalog_reads
+from tierstore.tier.disk import keeper as catalog_keeper
+from tierstore.tier.disk import reads as catalog_reads
 
 __all__ = [
     "SECONDS_PER_STEP",

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from _peers_lmcache import why_not_measured
+from bench.peers_lmcache import why_not_measured
 from source_tree import ROOT
 
 

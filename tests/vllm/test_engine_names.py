@@ -32,7 +32,7 @@ TABLES = {
     for table in (json.loads(f.read_text()) for f in sorted(vllm_names.TABLES.glob("*.json")))
 }
 VERSIONS = pytest.mark.parametrize("version", TABLES)
-FILES = sorted(vllm_names.ADAPTER.glob("*.py"))
+FILES = sorted(vllm_names.ADAPTER.rglob("*.py"))
 OWN_METHODS = {"StepMetadata.is_empty", "WorkerReport.add", "WorkerReport.is_empty"}
 """Called by the adapter, not by vLLM."""
 LATER_METHODS = {"supports_eagle_prefix_cache_hashing"}

@@ -42,16 +42,21 @@ from vllm.v1.request import Request
 from tierstore import Manifest
 from tierstore.clock import MonotonicClock
 from tierstore.config import load_config
+from tierstore.embedded.loop import PlaneLoop
 from tierstore.executor import TransferExecutor
 from tierstore.key import OffloadKey, make_offload_keys
 from tierstore.layout import GroupKind
 from tierstore.manifest import GroupManifest
 from tierstore.metrics import Counters
-from tierstore.plane_loop import PlaneLoop
 from tierstore.tier.opening import open_stack
 from tierstore.tier.reservation import ChunkState
 from tierstore.tier.residency import ResidencyChange, ResidencyLog
-from tierstore_vllm.events import EventGroup, EventSource, TokenSpan, describe_event_groups
+from tierstore_vllm.kv_events.publisher import (
+    EventGroup,
+    EventSource,
+    TokenSpan,
+    describe_event_groups,
+)
 from tierstore_vllm.layout import EngineShape
 from tierstore_vllm.scheduler import SchedulerHalf
 

@@ -13,8 +13,8 @@ from transfers import tierstore
 from tierstore import Manifest
 from tierstore.config import load_config
 from tierstore_vllm.layout import EngineShape
-from tierstore_vllm.lora import AdapterRequests
-from tierstore_vllm.lora_watch import LoraWatch
+from tierstore_vllm.lora.digests import AdapterRequests
+from tierstore_vllm.lora.watch import LoraWatch
 from tierstore_vllm.messages import Adapter, AdapterUse
 from tierstore_vllm.scheduler import SchedulerHalf
 

@@ -18,10 +18,10 @@ from vllm.lora.request import LoRARequest
 
 from tierstore.config import load_config
 from tierstore.transfer import FailureReason, JobId, Load, StepPlan
-from tierstore_vllm import lora_watch
 from tierstore_vllm.engine_names import LORA_NAMES
-from tierstore_vllm.lora import AdaptedHashes
-from tierstore_vllm.lora_watch import ADAPTER_COUNT_MAX, LoraWatch, digest_adapter, file_states
+from tierstore_vllm.lora import watch as lora_watch
+from tierstore_vllm.lora.digests import AdaptedHashes
+from tierstore_vllm.lora.watch import ADAPTER_COUNT_MAX, LoraWatch, digest_adapter, file_states
 from tierstore_vllm.messages import Adapter, AdapterClaim, AdapterUse, StepMetadata
 from tierstore_vllm.worker import WorkerHalf
 

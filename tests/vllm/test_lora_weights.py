@@ -33,7 +33,7 @@ from tierstore.config import load_config
 from tierstore.key import get_offload_block_hash
 from tierstore.transfer import Load, Offload, TransferDone
 from tierstore_vllm.layout import EngineShape
-from tierstore_vllm.lora_watch import LoraWatch, digest_adapter, file_states
+from tierstore_vllm.lora.watch import LoraWatch, digest_adapter, file_states
 from tierstore_vllm.messages import RankAnswer, StepMetadata, WorkerReport
 from tierstore_vllm.scheduler import SchedulerHalf
 

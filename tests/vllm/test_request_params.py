@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 from tierstore import Manifest
 from tierstore.config import load_config
 from tierstore_vllm.layout import EngineShape
-from tierstore_vllm.lora import ASK_COUNT_MAX, AdapterRequests
+from tierstore_vllm.lora.digests import ASK_COUNT_MAX, AdapterRequests
 from tierstore_vllm.messages import Adapter, AdapterUse, WorkerReport
 from tierstore_vllm.scheduler import SchedulerHalf
 

@@ -13,8 +13,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from tierstore.codec.record import EXTENT_RECORDS_MAX
 from tierstore.layout import PAGE_BYTES
-from tierstore.record import EXTENT_RECORDS_MAX
 
 __all__ = ["ReadPart", "ReadRun", "end_page", "plan_reads", "split_extents", "valid_places"]
 

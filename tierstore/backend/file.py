@@ -30,14 +30,14 @@ from tierstore.backend.probe import probe
 from tierstore.backend.protocol import RecordIo
 from tierstore.backend.segment import Segment, SegmentFiles
 from tierstore.bounded_log import bounded
-from tierstore.codec import PlainCodec, ReadBatch, RecordCodec
+from tierstore.codec.plain import PlainCodec, ReadBatch, RecordCodec
+from tierstore.codec.record import EXTENT_RECORDS_MAX, HEADER_BYTES, Mismatch, parse_places
 from tierstore.config.model import IoMode
+from tierstore.device.marker import open_below
+from tierstore.device.remedies import explain, remedy_of
+from tierstore.device.system import SYSTEM, SystemCalls
 from tierstore.errors import BackendError
 from tierstore.layout import PAGE_BYTES
-from tierstore.marker import open_below
-from tierstore.record import EXTENT_RECORDS_MAX, HEADER_BYTES, Mismatch, parse_places
-from tierstore.remedies import explain, remedy_of
-from tierstore.system import SYSTEM, SystemCalls
 from tierstore.transfer import FailureReason, PageRun
 
 __all__ = ["FileBackend"]

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tierstore.config import SecondaryConfig
-from tierstore.directory import FILE_MODE, Directory
+from tierstore.device.directory import FILE_MODE, Directory
+from tierstore.device.marker import MARKER_NAME
+from tierstore.device.remedies import explain
 from tierstore.errors import BackendError, BackendForeignError
 from tierstore.geometry import SpaceGeometry
 from tierstore.layout import PAGE_BYTES
-from tierstore.lmdb_env import LmdbEnv
-from tierstore.lmdb_file import DATA_NAME
-from tierstore.marker import MARKER_NAME
-from tierstore.remedies import explain
+from tierstore.lmdb_env.env import LmdbEnv
+from tierstore.lmdb_env.seal import DATA_NAME
 
 __all__ = [
     "foreign_content",

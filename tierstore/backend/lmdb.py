@@ -24,7 +24,9 @@ import numpy.typing as npt
 from tierstore.backend.failure import FailureLog, name_of, reason_of
 from tierstore.backend.protocol import RecordIo
 from tierstore.bounded_log import bounded
-from tierstore.codec import PlainCodec, ReadBatch, RecordCodec
+from tierstore.codec.plain import PlainCodec, ReadBatch, RecordCodec
+from tierstore.codec.record import EXTENT_RECORDS_MAX, HEADER_BYTES, parse_places
+from tierstore.device.system import SYSTEM, SystemCalls
 from tierstore.errors import (
     BackendCorruptError,
     BackendFullError,
@@ -33,10 +35,8 @@ from tierstore.errors import (
     TierStoreError,
 )
 from tierstore.geometry import lmdb_body_bytes
-from tierstore.lmdb_env import LmdbEnv
-from tierstore.lmdb_library import Cursor, ViewTransaction
-from tierstore.record import EXTENT_RECORDS_MAX, HEADER_BYTES, parse_places
-from tierstore.system import SYSTEM, SystemCalls
+from tierstore.lmdb_env.env import LmdbEnv
+from tierstore.lmdb_env.library import Cursor, ViewTransaction
 from tierstore.transfer import FailureReason, PageRun
 
 __all__ = ["LmdbBackend"]

@@ -8,17 +8,17 @@ from tierstore.backend.file import FileBackend
 from tierstore.backend.inventory import rank_directories
 from tierstore.backend.lmdb import LmdbBackend
 from tierstore.backend.protocol import Backend
-from tierstore.block_units import forbid_speculation, measure_units
+from tierstore.codec.opening import open_codec
 from tierstore.config import SecondaryConfig
-from tierstore.directory import Directory
+from tierstore.device.block_units import forbid_speculation, measure_units
+from tierstore.device.directory import Directory
+from tierstore.device.marker import claim
+from tierstore.device.remedies import explain
+from tierstore.device.system import SystemCalls
 from tierstore.errors import BackendError
 from tierstore.faults import SystemOpener, open_system
 from tierstore.geometry import SpaceGeometry
-from tierstore.integrity import open_codec
 from tierstore.manifest import Manifest
-from tierstore.marker import claim
-from tierstore.remedies import explain
-from tierstore.system import SystemCalls
 
 __all__ = ["BackendOpener", "backend_opener", "leftover_directories", "open_backend"]
 

@@ -7,11 +7,11 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from tierstore.block_units import FULL, UNSUPPORTED, unnamed_file
+from tierstore.device.block_units import FULL, UNSUPPORTED, unnamed_file
+from tierstore.device.remedies import explain
+from tierstore.device.system import SystemCalls, buffer_address
 from tierstore.errors import BackendError, BackendFullError
 from tierstore.layout import PAGE_BYTES
-from tierstore.remedies import explain
-from tierstore.system import SystemCalls, buffer_address
 
 __all__ = ["FileSystemAbilities", "probe"]
 

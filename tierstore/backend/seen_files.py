@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, suppress
 from typing import NamedTuple, Self
 
 from tierstore.backend.inventory import segment_name
-from tierstore.directory import Directory
+from tierstore.device.directory import Directory
 
 __all__ = ["SeenFiles"]
 

@@ -18,12 +18,12 @@ from pathlib import Path
 
 from tierstore.backend.inventory import segment_name
 from tierstore.backend.seen_files import SeenFiles
-from tierstore.block_units import UNSUPPORTED
-from tierstore.directory import Directory
+from tierstore.device.block_units import UNSUPPORTED
+from tierstore.device.directory import Directory
+from tierstore.device.marker import open_below
+from tierstore.device.system import IOVEC_COUNT_MAX, SystemCalls, buffer_address
 from tierstore.errors import BackendError
 from tierstore.layout import PAGE_BYTES
-from tierstore.marker import open_below
-from tierstore.system import IOVEC_COUNT_MAX, SystemCalls, buffer_address
 
 __all__ = ["Segment", "SegmentFiles"]
 

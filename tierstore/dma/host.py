@@ -8,8 +8,8 @@ from functools import partial
 
 import numpy as np
 
+from tierstore.dma.gpu.pinning import SPAWN_MAX, Spawn
 from tierstore.dma.host_memory import prefault
-from tierstore.dma.pinning import SPAWN_MAX, Spawn
 from tierstore.dma.protocol import ComputeMark, CopyId
 from tierstore.dma.runs import GroupAddressing
 from tierstore.errors import LayoutError

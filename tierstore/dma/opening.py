@@ -4,8 +4,8 @@ import re
 from collections.abc import Callable
 
 from tierstore.config import GpuConfig
+from tierstore.dma.gpu.pinning import Spawn
 from tierstore.dma.host import HostCopyEngine
-from tierstore.dma.pinning import Spawn
 from tierstore.dma.protocol import CopyEngine
 from tierstore.errors import LayoutError
 from tierstore.metrics import Counters
@@ -32,8 +32,8 @@ def open_copy_engine(
         return HostCopyEngine(spawn)
     if re.fullmatch(r"cuda:\d+", device) is None:
         raise LayoutError(f"no copy engine for device {device!r}: expected cpu or cuda:<index>")
-    from tierstore.dma.cuda import CudaCopyEngine
-    from tierstore.dma.cupy_api import CupyApi
+    from tierstore.dma.gpu.cupy_api import CupyApi
+    from tierstore.dma.gpu.engine import CudaCopyEngine
 
     return CudaCopyEngine(
         CupyApi(int(device.removeprefix("cuda:")), kernel_sms=config.kernel_sms),

@@ -14,8 +14,8 @@ from tierstore.backend.protocol import Backend
 from tierstore.bounded_log import Causes, bounded
 from tierstore.clock import Clock, MonotonicClock
 from tierstore.config import StoreConfig
+from tierstore.dma.gpu.pinning import SPAWN_MAX
 from tierstore.dma.opening import open_copy_engine
-from tierstore.dma.pinning import SPAWN_MAX
 from tierstore.dma.protocol import CopyEngine, CopyId
 from tierstore.errors import BackendError, DeviceError, LayoutError
 from tierstore.executor.job import Copy, Job, PartIndex, RecordSpan, split_spans

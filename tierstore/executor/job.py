@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tierstore.backend.protocol import RecordIo
+from tierstore.codec.record import parse_places
 from tierstore.dma.protocol import ComputeMark
 from tierstore.executor.progress import SpanRead
 from tierstore.layout import PAGE_BYTES
-from tierstore.record import parse_places
 from tierstore.transfer import (
     Demote,
     FailureReason,

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from tierstore.backend.late import LateBackend
 from tierstore.backend.opening import BackendOpener
+from tierstore.catalog.owners import OwnerLocks
+from tierstore.codec.record import parse_places
 from tierstore.config import SecondaryConfig
 from tierstore.executor.progress import ReadGate, TierProgress
 from tierstore.io_pool import IoPool
 from tierstore.manifest import Manifest
-from tierstore.record import parse_places
-from tierstore.tier.owners import OwnerLocks
 from tierstore.transfer import FailureReason
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import TypeAlias
 
 from tierstore.bounded_log import bounded
 from tierstore.config import SecondaryConfig
+from tierstore.device.system import SYSTEM, SystemCalls
 from tierstore.errors import ConfigError
 from tierstore.faults.plan import FaultPlan
-from tierstore.system import SYSTEM, SystemCalls
 
 __all__ = ["ALLOW_FAULTS", "SystemOpener", "open_system"]
 

@@ -19,9 +19,9 @@ from glob import escape
 from random import Random
 
 from tierstore.config import FaultKind, FaultRule, SecondaryConfig
+from tierstore.device.system import SYSTEM, SystemCalls
 from tierstore.faults.strike import Call, Strike
 from tierstore.faults.system import StruckSystem
-from tierstore.system import SYSTEM, SystemCalls
 
 __all__ = ["FaultPlan", "Injection"]
 

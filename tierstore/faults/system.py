@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tierstore.device.system import SYSTEM, DatabasePoint, SystemCalls
 from tierstore.faults.strike import Call, Strike, Striker
-from tierstore.system import SYSTEM, DatabasePoint, SystemCalls
 
 __all__ = ["DATABASE_CALLS", "SYSTEM_CALLS", "StruckSystem"]
 

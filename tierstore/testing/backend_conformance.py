@@ -22,10 +22,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tierstore.backend.protocol import Backend, RecordIo
+from tierstore.codec.record import HEADER_BYTES, PLACE_DTYPE
 from tierstore.io_pool import IoPool
 from tierstore.key import Namespace, make_offload_keys
 from tierstore.layout import PAGE_BYTES, round_up
-from tierstore.record import HEADER_BYTES, PLACE_DTYPE
 from tierstore.testing.spread import spread_hashes
 from tierstore.transfer import FailureReason, PageRun, Place
 

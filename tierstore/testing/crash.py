@@ -23,8 +23,8 @@ from pathlib import Path
 from random import Random
 
 from tierstore.config import SecondaryConfig
+from tierstore.device.system import SYSTEM, DatabasePoint, SystemCalls
 from tierstore.layout import PAGE_BYTES
-from tierstore.system import SYSTEM, DatabasePoint, SystemCalls
 
 __all__ = ["CrashRecorder", "RecordedChange"]
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tierstore.arrays import ByteArray
-from tierstore.dma.cuda_api import AddressRange, DirectedRuns, Event, Rectangles, Stream
+from tierstore.dma.gpu.cuda_api import AddressRange, DirectedRuns, Event, Rectangles, Stream
 from tierstore.errors import DeviceBusyError, DeviceError
 from tierstore.transfer import IntArray
 

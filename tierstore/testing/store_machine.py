@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tierstore.arrays import ByteArray
+from tierstore.embedded.store import TierStore
 from tierstore.key import OffloadKey, make_offload_keys
 from tierstore.manifest import Manifest
-from tierstore.store import TierStore
 from tierstore.testing.spread import spread_hashes
 
 __all__ = ["StoreMachine", "chunk_of", "make_store_machine"]

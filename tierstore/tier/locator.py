@@ -4,8 +4,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 from tierstore.key import OffloadKey
-from tierstore.tier.lookup import ASKED_AT_ONCE_MAX
-from tierstore.tier.primary import PrimaryTier
+from tierstore.tier.disk.lookup import ASKED_AT_ONCE_MAX
+from tierstore.tier.memory.primary import PrimaryTier
 from tierstore.tier.readable import ReadableRecords
 from tierstore.tier.reservation import NONE_TRIED, ChunkState, untried
 

@@ -5,19 +5,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
+from tierstore.catalog.catalog import Catalog
 from tierstore.clock import Clock, MonotonicClock
 from tierstore.config import StoreConfig
 from tierstore.faults import SystemOpener, open_system
 from tierstore.layout import GroupKind, GroupSpec
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters, Metric
-from tierstore.tier.cascade import Cascade
-from tierstore.tier.catalog import Catalog
+from tierstore.tier.disk.secondary import SecondaryTier
 from tierstore.tier.health import TierHealth
-from tierstore.tier.primary import PrimaryTier
+from tierstore.tier.memory.primary import PrimaryTier
 from tierstore.tier.residency import ResidencyLog
-from tierstore.tier.secondary import SecondaryTier
 from tierstore.tier.stack import TierStack
+from tierstore.tier.write_behind.cascade import Cascade
 
 __all__ = ["check_tiers", "open_stack", "open_tiers"]
 

@@ -20,14 +20,14 @@ from tierstore.key import OffloadKey, get_offload_group_idx
 from tierstore.layout import GroupSpec
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters, Metric
-from tierstore.tier.cascade import Cascade
+from tierstore.tier.disk.secondary import SecondaryTier
 from tierstore.tier.locator import Locator
-from tierstore.tier.primary import PrimaryTier
+from tierstore.tier.memory.primary import PrimaryTier
 from tierstore.tier.promotion import Promotions
 from tierstore.tier.readable import ReadableRecords
 from tierstore.tier.reservation import NONE_TRIED, ChunkState, LoadReservation, OffloadReservation
 from tierstore.tier.residency import ResidencyLog
-from tierstore.tier.secondary import SecondaryTier
+from tierstore.tier.write_behind.cascade import Cascade
 from tierstore.transfer import Command, IntArray, JobId, Promote, TransferDone
 
 __all__ = ["TierStack"]

@@ -36,14 +36,14 @@ from tierstore.planner import (
     OffloadPlanner,
     PlannedStep,
 )
-from tierstore.tier.lookup import STEP_SECONDS_MAX
+from tierstore.tier.disk.lookup import STEP_SECONDS_MAX
 from tierstore.tier.opening import open_stack
 from tierstore.tier.residency import ResidencyLog
 from tierstore.tier.stack import TierStack
-from tierstore_vllm.event_feed import EventFeed
-from tierstore_vllm.events import EventGroup, EventSource
+from tierstore_vllm.kv_events.feed import EventFeed
+from tierstore_vllm.kv_events.publisher import EventGroup, EventSource
 from tierstore_vllm.layout import EngineShape
-from tierstore_vllm.lora import AdapterRequests
+from tierstore_vllm.lora.digests import AdapterRequests
 from tierstore_vllm.messages import Adapter, AdapterUse, RankTally, StepMetadata, WorkerReport
 from tierstore_vllm.request_params import RequestParams
 from tierstore_vllm.stats import StatsSource, TierStoreStats

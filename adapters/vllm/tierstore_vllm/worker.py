@@ -37,7 +37,7 @@ from tierstore.transfer import (
     TransferDone,
 )
 from tierstore_vllm.layout import WorkerLayout, describe_worker
-from tierstore_vllm.lora_watch import LoraWatch
+from tierstore_vllm.lora.watch import LoraWatch
 from tierstore_vllm.messages import (
     AdapterClaim,
     RankAnswer,

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from tierstore.backend.opening import BackendOpener, open_backend
+from tierstore.device.system import SystemCalls
 from tierstore.faults import Call, Strike, StruckSystem
 from tierstore.layout import PAGE_BYTES
-from tierstore.system import SystemCalls
 from tierstore.testing.faults.schedule import FaultSchedule
 
 __all__ = ["FaultySystem", "ShortIoSystem", "faulty_system_opener"]

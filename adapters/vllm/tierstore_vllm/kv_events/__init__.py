@@ -1,0 +1,1 @@
+"""KV events: what vLLM publishes of blocks that come and go."""

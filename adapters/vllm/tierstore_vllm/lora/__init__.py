@@ -1,0 +1,1 @@
+"""Weights of LoRA adapters: what their chunks are told apart by."""

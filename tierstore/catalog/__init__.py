@@ -1,0 +1,1 @@
+"""The catalog of a secondary tier: which records it has, where, and in which order they leave."""

@@ -1,0 +1,245 @@
+"""Who shares a path: one file per owner, `owners/<id>.lock`, locked as long as anyone acts for him.
+
+An owner is a process with a control plane, together with the data planes of its ranks, which may
+outlive it. Each holds a shared lock; who can have the exclusive one finds nobody left. The kernel
+drops a lock when its process dies, however it dies. An id is never used twice, and an owner has
+rows in the catalog only while his file is locked or after his death.
+"""
+
+import errno
+import fcntl
+import os
+import re
+import threading
+import time
+import weakref
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Self
+
+from tierstore.device.directory import Directory
+from tierstore.device.marker import open_below
+from tierstore.device.remedies import explain
+from tierstore.errors import BackendError, CatalogError
+
+__all__ = ["OwnerLock", "OwnerLocks", "bury_dead", "is_owner_dead"]
+
+_JOIN_ATTEMPTS = 50
+_JOIN_PAUSE_SECONDS = 0.01
+"""Somebody who looks whether an owner is dead has his lock for a moment."""
+
+_NAME = re.compile(r"(0|[1-9][0-9]{0,9})\.lock", re.ASCII)
+"""Of an owner's file; ids have 32 bits."""
+_GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
+
+_held: "weakref.WeakSet[OwnerLock]" = weakref.WeakSet()
+
+
+class OwnerLock:
+    """One of the locks of a live owner.
+
+    It is not passed on by a fork: the kernel would keep it as long as the child has a copy of the
+    descriptor, and the child's `close` would make a living parent look dead.
+    """
+
+    def __init__(self, path: Path, owner: int, descriptor: int) -> None:
+        """Take over a descriptor that holds the lock; use `create` or `join`."""
+        self.owner = owner
+        self._path = path
+        self._descriptor = descriptor
+        _held.add(self)
+        _watch_forks()
+
+    @classmethod
+    def create(cls, directory: Path, owner: int) -> Self:
+        """Create and lock the file, inside a write transaction, lest it be judged too early.
+
+        Raises:
+            BackendForeignError: what has its name is somebody else's.
+            CatalogError: the directory cannot be written, or the file is locked.
+        """
+        path = directory / _name_of(owner)
+        try:
+            with _open(directory, create=True) as owners:
+                descriptor = owners.open_file(path.name, os.O_CREAT | os.O_RDWR)
+        except OSError as error:
+            raise CatalogError(explain(path, error)) from error
+        try:
+            # Nobody else may have it now: ranks of an owner with this id, of a catalog that is no
+            # more, would write what is not accounted for.
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        except OSError as error:
+            os.close(descriptor)
+            raise CatalogError(
+                f"{path}: {error}; put the tier on a file system that can lock files, and stop the "
+                "process that has locked this one"
+            ) from error
+        return cls(path, owner, descriptor)
+
+    @classmethod
+    def join(cls, directory: Path, owner: int) -> Self | None:
+        """Lock the file of a live owner, too; None: he is dead, or cannot be joined."""
+        path = directory / _name_of(owner)
+        try:
+            with _open(directory) as owners:
+                descriptor = owners.open_file(path.name, os.O_RDWR)
+        except (OSError, BackendError):
+            return None
+        for _ in range(_JOIN_ATTEMPTS):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:
+                time.sleep(_JOIN_PAUSE_SECONDS)
+                continue
+            if os.fstat(descriptor).st_nlink == 0:  # buried between the two calls
+                break
+            return cls(path, owner, descriptor)
+        os.close(descriptor)
+        return None
+
+    def is_in_place(self) -> bool:
+        """Return whether the locked file is still where others look for it.
+
+        True also where nobody can tell, for the device fails.
+        """
+        try:
+            ours, theirs = os.fstat(self._descriptor), self._path.stat()
+        except OSError as error:
+            return error.errno not in _GONE
+        return os.path.samestat(ours, theirs)
+
+    def remove(self) -> None:
+        """Remove the file: no data plane writes for this owner from now on."""
+        with suppress(OSError):
+            if self.is_in_place():
+                self._path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Give up the lock, and remove the file if nobody else holds it; idempotent."""
+        if self._descriptor >= 0:
+            # Left to the next opener otherwise: a rank may write on.
+            with suppress(OSError, BackendError):
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                with _open(self._path.parent) as owners:
+                    _bury(owners, self._path.name, self._descriptor)
+            self.leave_to_parent()
+
+    def leave_to_parent(self) -> None:
+        """Close this process's descriptor and nothing else."""
+        os.close(self._descriptor)
+        self._descriptor = -1
+        _held.discard(self)
+
+
+class OwnerLocks:
+    """The locks that a data plane holds, one for each owner whose commands it carries out."""
+
+    def __init__(self, tier_path: Path) -> None:
+        """Ask the device nothing yet."""
+        self._tier_path = tier_path
+        self._lock = threading.Lock()
+        self._locks: dict[int, OwnerLock] = {}
+        self._is_shared = False
+
+    def look(self) -> None:
+        """See whether there is a catalog, when the tier is opened; waits for the device."""
+        with self._lock:
+            self._is_shared = self._is_shared or self._has_catalog()
+
+    def hold(self, owner: int) -> bool:
+        """Return whether the owner lives, and let him live until `close`; thread-safe.
+
+        False: somebody may have taken over his places, so nothing may be written there; or the path
+        was removed, and what comes there is somebody else's. Where no catalog was ever seen below
+        the path it is of another machine, and nobody shares it here.
+        """
+        with self._lock:
+            held = self._locks.get(owner)
+            if held is not None:
+                if held.is_in_place():
+                    return True
+                del self._locks[owner]
+                held.close()
+                return False
+            self._is_shared = self._is_shared or self._has_catalog()
+            if not self._is_shared:
+                return True
+            lock = OwnerLock.join(self._tier_path / "owners", owner)
+            if lock is not None:
+                self._locks[owner] = lock
+            return lock is not None
+
+    def _has_catalog(self) -> bool:
+        return os.path.lexists(self._tier_path / "catalog")
+
+    def close(self) -> None:
+        """Give up all locks; idempotent."""
+        with self._lock:
+            for lock in self._locks.values():
+                lock.close()
+            self._locks.clear()
+
+
+@cache
+def _watch_forks() -> None:
+    os.register_at_fork(after_in_child=_leave_all_to_parent)
+
+
+def _leave_all_to_parent() -> None:
+    for lock in list(_held):
+        lock.leave_to_parent()
+
+
+def is_owner_dead(directory: Path, owner: int) -> bool:
+    """Return whether nobody acts for an owner; his file is removed then, so nobody ever will."""
+    try:
+        with _open(directory) as owners:
+            return _is_dead(owners, _name_of(owner))
+    except FileNotFoundError:
+        return True
+    except (OSError, BackendError):
+        return False  # unknown: leave his rows alone
+
+
+def bury_dead(directory: Path) -> None:
+    """Remove the files of dead owners, inside a write transaction."""
+    with suppress(OSError, BackendError), _open(directory) as owners:
+        for name in [entry.name for entry in owners.entries()]:
+            if _NAME.fullmatch(name):
+                _is_dead(owners, name)
+
+
+def _open(directory: Path, *, create: bool = False) -> Directory:
+    return open_below(directory.parent, directory, create=create)
+
+
+def _is_dead(owners: Directory, name: str) -> bool:
+    try:
+        descriptor = owners.open_file(name, os.O_RDWR)
+    except FileNotFoundError:
+        return True  # or something else was there, which nobody can have locked
+    except (OSError, BackendError):
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # While it is locked: who waits to join must find it gone.
+        _bury(owners, name, descriptor)
+    except OSError:
+        return False
+    else:
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def _bury(owners: Directory, name: str, descriptor: int) -> None:
+    """Remove a file, unless its name is another one's by now."""
+    with suppress(FileNotFoundError):
+        if os.path.samestat(owners.status(name), os.fstat(descriptor)):
+            owners.unlink(name)
+
+
+def _name_of(owner: int) -> str:
+    return f"{owner}.lock"

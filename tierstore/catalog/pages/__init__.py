@@ -1,0 +1,1 @@
+"""Pages of a tier: given out, charged, freed and given back."""

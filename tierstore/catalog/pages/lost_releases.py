@@ -1,0 +1,180 @@
+"""Releases that a power cut has undone: the catalog says that they are done, the blocks are there.
+
+A release is recorded when the file system has taken the blocks back, which its device may hear of
+later than of the catalog. Who opens the path alone compares what each segment takes with what it is
+charged, and punches again whatever no row holds. Segments without a row are released by the data
+planes, a little later: here, if they do not fit into the capacity until then.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.backend.inventory import rank_directories, segment_name
+from tierstore.catalog.pages.orphans import NOBODY
+from tierstore.catalog.rows import (
+    Databases,
+    PendingRow,
+    SegmentRow,
+    SegmentState,
+    decode_records,
+    segment_key,
+)
+from tierstore.config import SecondaryConfig
+from tierstore.device.directory import Directory
+from tierstore.device.remedies import explain
+from tierstore.device.system import SystemCalls
+from tierstore.errors import BackendError
+from tierstore.geometry import SpaceGeometry
+from tierstore.layout import PAGE_BYTES
+from tierstore.lmdb_env.library import Transaction
+
+__all__ = ["repeat_lost_releases"]
+
+_ROWS_AT_ONCE = 4096
+
+_Pages: TypeAlias = npt.NDArray[np.bool_]
+_Runs: TypeAlias = list[tuple[int, int]]
+
+
+def repeat_lost_releases(
+    txn: Transaction,
+    databases: Databases,
+    config: SecondaryConfig,
+    geometry: SpaceGeometry,
+    stored: Mapping[int, int],
+    *,
+    catalog_pages: int,
+    system: SystemCalls,
+) -> None:
+    """Give back what no row holds of the segments that take more than they are charged.
+
+    `stored` are the pages that each segment takes, on the rank that has most of it. All of them
+    have rows; nobody else may have the path open. O(segments), and O(records) if any takes too
+    much.
+
+    Raises:
+        BackendError: the path cannot be read or written.
+    """
+    rows = {segment: _row(txn, databases, segment) for segment in stored}
+    swollen = {
+        segment: row
+        for segment, row in rows.items()
+        if row is not None and stored[segment] > row.charged_pages
+    }
+    free: dict[int, _Runs | None] = {}
+    if swollen and geometry.unit_pages:
+        held = {segment: _given_out(row, geometry) for segment, row in swollen.items()}
+        _mark_records(txn, databases, geometry, swollen, held)
+        _mark_writing(txn, databases, geometry, held)
+        for segment, pages in held.items():
+            free[segment] = list(_runs(pages, geometry.unit_pages))
+    capacity_pages = geometry.payload_pages(config.capacity_bytes, catalog_pages, 0)
+    if sum(stored.values()) * geometry.rank_count > capacity_pages:
+        orphans = [segment for segment, row in rows.items() if row and row.owner == NOBODY]
+        free.update(dict.fromkeys(orphans))
+    if free:
+        _give_back(config, free, system)
+
+
+def _give_back(
+    config: SecondaryConfig, free: Mapping[int, _Runs | None], system: SystemCalls
+) -> None:
+    """Punch runs of pages; None: remove the segment."""
+    try:
+        with Directory.open(config.path) as base:
+            for name in rank_directories(base).values():
+                with base.subdirectory(name) as directory:
+                    for segment, runs in free.items():
+                        if runs is None:
+                            with suppress(FileNotFoundError):
+                                directory.unlink(segment_name(segment))
+                        else:
+                            _punch(directory, segment_name(segment), runs, system)
+    except OSError as error:
+        raise BackendError(explain(config.path, error)) from error
+
+
+def _row(txn: Transaction, databases: Databases, segment: int) -> SegmentRow | None:
+    value = txn.get(segment_key(segment), db=databases.segments)
+    return None if value is None else SegmentRow.unpack(value)
+
+
+def _given_out(row: SegmentRow, geometry: SpaceGeometry) -> _Pages:
+    """Return which pages of a segment are charged because nothing was given out there yet."""
+    pages: _Pages = np.zeros(row.page_count, bool)
+    pages[row.next_page : geometry.charged_end(row.next_page, row.page_count)] = True
+    return pages
+
+
+def _mark_records(
+    txn: Transaction,
+    databases: Databases,
+    geometry: SpaceGeometry,
+    rows: Mapping[int, SegmentRow],
+    held: Mapping[int, _Pages],
+) -> None:
+    """Mark what records hold, but for those in segments that are dead."""
+    living = [segment for segment, row in rows.items() if row.state != SegmentState.DEAD]
+    values: list[bytes] = []
+    with txn.cursor(db=databases.records) as cursor:
+        for _, value in cursor:
+            values.append(value)
+            if len(values) >= _ROWS_AT_ONCE:
+                _mark_places(values, geometry, living, held)
+                values.clear()
+    _mark_places(values, geometry, living, held)
+
+
+def _mark_places(
+    values: list[bytes], geometry: SpaceGeometry, living: list[int], held: Mapping[int, _Pages]
+) -> None:
+    places = decode_records(values)["place"]
+    for place in places[np.isin(places["segment"], living)]:
+        pages = held[int(place["segment"])]
+        header_page, stride = int(place["header_page"]), int(place["stride_pages"])
+        first = header_page + geometry.header_pages + int(place["index"]) * stride
+        pages[header_page : header_page + geometry.header_pages] = True
+        pages[first : first + stride] = True
+
+
+def _mark_writing(
+    txn: Transaction, databases: Databases, geometry: SpaceGeometry, held: Mapping[int, _Pages]
+) -> None:
+    """Mark what is being written, perhaps by a rank that has outlived its scheduler."""
+    with txn.cursor(db=databases.pending) as cursor:
+        for _, value in cursor:
+            for extent in PendingRow.unpack(value).extents:
+                pages = held.get(int(extent["segment"]))
+                if pages is not None:
+                    first = int(extent["header_page"])
+                    size = geometry.header_pages
+                    size += int(extent["count"]) * int(extent["stride_pages"])
+                    pages[first : first + size] = True
+
+
+def _runs(held: _Pages, unit_pages: int) -> Iterator[tuple[int, int]]:
+    """Return the runs [first, end) of whole units of which nothing is held."""
+    units = np.add.reduceat(held, np.arange(0, len(held), unit_pages)) if len(held) else held
+    edges = np.flatnonzero(np.diff(np.concatenate([[1], units != 0, [1]]))).tolist()
+    for first, end in zip(edges[::2], edges[1::2], strict=True):
+        yield first * unit_pages, min(end * unit_pages, len(held))
+
+
+def _punch(directory: Directory, name: str, runs: _Runs, system: SystemCalls) -> None:
+    try:
+        descriptor = directory.open_file(name, os.O_RDWR)
+    except FileNotFoundError:
+        return
+    try:
+        size_pages = -(-os.fstat(descriptor).st_size // PAGE_BYTES)
+        for first, end in runs:
+            count = min(end, size_pages) - first
+            if count > 0:
+                system.punch_hole(descriptor, first * PAGE_BYTES, count * PAGE_BYTES)
+    finally:
+        os.close(descriptor)

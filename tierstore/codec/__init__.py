@@ -1,0 +1,1 @@
+"""Records as bytes: their header, with checksums or with keys."""

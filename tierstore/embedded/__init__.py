@@ -1,0 +1,1 @@
+"""Both planes in one process."""

@@ -1,0 +1,423 @@
+"""TierStore: both planes in one process, for embedded use and for tools.
+
+put:  keys -> slots (copied from the caller's array) -> resident -> cascade
+get:  resident or promoted slots -> copied to the caller's array
+"""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial, wraps
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+
+import numpy as np
+
+from tierstore.arrays import Rows, adjacent_runs, byte_rows, one_group, slot_rows
+from tierstore.backend.opening import BackendOpener, backend_opener
+from tierstore.catalog.catalog import SecondaryStats
+from tierstore.config import StoreConfig
+from tierstore.embedded.pipelined_get import BATCHES_IN_FLIGHT, Retrieval
+from tierstore.embedded.planes import Patience, Planes
+from tierstore.embedded.store_input import no_memory, require_arguments, require_config
+from tierstore.errors import BackendError
+from tierstore.executor import TransferExecutor
+from tierstore.faults import SystemOpener, open_system
+from tierstore.key import OffloadKey, require_keys
+from tierstore.manifest import Manifest
+from tierstore.metrics import Counters
+from tierstore.tier.disk.reads import Reading
+from tierstore.tier.disk.secondary import SecondaryTier
+from tierstore.tier.opening import open_stack
+from tierstore.tier.reservation import ChunkState, OffloadReservation
+from tierstore.tier.stack import TierStack
+
+__all__ = ["PrefixMatch", "StoreStats", "TierStore"]
+
+_BATCH_BYTES = 4 << 20
+"""Chunks are put and got in batches of about this size: pins stay few, and the caller's copy of
+one batch overlaps the I/O of the next."""
+
+Parameters = ParamSpec("Parameters")
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """How much of a prefix can be loaded now."""
+
+    chunk_count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreStats:
+    """What a store holds and what it did since it was opened."""
+
+    primary_chunk_count: int
+    primary_capacity_bytes: int
+    secondary: dict[str, SecondaryStats]
+    """By the tier's name."""
+    counters: dict[str, float]
+    """By the metric's name and label, as in `metrics.Metric`."""
+
+
+def _alone(
+    method: Callable[Concatenate["TierStore", Parameters], Answer],
+) -> Callable[Concatenate["TierStore", Parameters], Answer]:
+    """Make a method one call of the store: `Planes.run`."""
+
+    @wraps(method)
+    def call(self: "TierStore", /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Answer:
+        try:
+            return self._planes.run(partial(method, self, *args, **kwargs))
+        except MemoryError as error:
+            raise no_memory(error) from error
+
+    return call
+
+
+class TierStore:
+    """A store of KV-cache chunks in host memory and on disk.
+
+    Thread-safe. One call runs at a time but where it waits for a tier: for a read, for room in a
+    write queue, for a flush, for a catalog. Others run meanwhile, so that what is in memory is put
+    and got without waiting for any disk. Between two such points a call is atomic; `get` and `put`
+    are so for each batch of chunks, not for all of them. A `get` waits for chunks that another one
+    brings already; if a `reset` comes meanwhile, it finds what was there before, or nothing.
+
+    Chunks of one prefix are given head first. What waits to be written when a call returns is
+    written without a further call.
+
+    A call from within a call of the same thread (a signal handler, a `__del__`, a log handler) or
+    from a thread that does the store's I/O raises `ReentryError` and changes nothing; `close` from
+    within a call closes when that call ends. An exception that such code lets through while the
+    call is changing the tiers, and an interruption, leave in doubt what they hold: the store then
+    refuses all calls but `close` with `ClosedError`.
+
+    Where the system has no memory left for a call, it raises `ConfigError`.
+
+    A store that is dropped without `close` warns (`ResourceWarning`) and closes in the background;
+    at the interpreter's exit, open stores are closed within `Patience.exit_seconds`.
+    """
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        manifest: Manifest,
+        stack: TierStack,
+        executor: TransferExecutor,
+        counters: Counters,
+        *,
+        patience: Patience | None = None,
+    ) -> None:
+        """Take over the two planes; use `open`."""
+        self._config = config
+        self._manifest = manifest
+        self._stack = stack
+        self._executor = executor
+        self._counters = counters
+        self._specs = manifest.group_specs()
+        self._patience = Patience() if patience is None else patience
+        tiers = [f"{tier.name} ({tier.path})" for tier in config.secondary]
+        self._planes = Planes(
+            stack,
+            executor,
+            counters,
+            label=f"tiers: {', '.join(['memory', *tiers])}",
+            patience=self._patience,
+        )
+        self._loop = self._planes.loop
+        self._pool = executor.pool.array
+        weakref.finalize(self, self._planes.abandon).atexit = False
+
+    @classmethod
+    def open(
+        cls,
+        config: StoreConfig | Mapping[str, Any] | str | Path,
+        manifest: Manifest,
+        *,
+        open_backend: BackendOpener | None = None,
+        open_system: SystemOpener = open_system,
+        patience: Patience | None = None,
+    ) -> Self:
+        """Open the tiers, creating what does not exist.
+
+        `config` is a parsed configuration, a mapping with the same keys, or a YAML file's path.
+        `open_system` is replaced by tests that let devices fail, `open_backend` by those that let
+        backends fail (None: those of the configuration), `patience` by impatient ones.
+
+        Raises:
+            TypeError: `manifest`, a function or `patience` is none.
+            ConfigError: the configuration is wrong, or the system has not `primary.capacity` bytes
+                of memory to promise.
+            CatalogError, ManifestError, BackendError: a secondary tier cannot be opened.
+        """
+        opener = open_backend if open_backend is not None else backend_opener(open_system)
+        require_arguments(manifest, patience, open_backend=opener, open_system=open_system)
+        checked = require_config(config)
+        try:
+            return cls._open(checked, manifest, opener, open_system, patience)
+        except MemoryError as error:
+            raise no_memory(error) from error
+
+    @classmethod
+    def _open(
+        cls,
+        config: StoreConfig,
+        manifest: Manifest,
+        open_backend: BackendOpener,
+        open_system: SystemOpener,
+        patience: Patience | None,
+    ) -> Self:
+        counters = Counters()
+        with ExitStack() as undo:
+            stack = open_stack(
+                config, manifest, rank_count=1, counters=counters, open_system=open_system
+            )
+            undo.callback(stack.close)
+            executor = TransferExecutor.open(
+                config,
+                manifest,
+                rank=0,
+                rank_count=1,
+                caches=None,
+                counters=counters,
+                open_backend=open_backend,
+            )
+            undo.callback(executor.close)
+            store = cls(config, manifest, stack, executor, counters, patience=patience)
+            undo.pop_all()
+        try:
+            store._planes.open()
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    @_alone
+    def put(self, keys: Sequence[OffloadKey], array: object) -> int:
+        """Store chunks; returns how many of them the store has now.
+
+        `array` has one row of the group's chunk bytes per key: a C-contiguous numpy array or
+        CPU torch tensor of shape (n, chunk_bytes), any dtype of 1 byte, or a sequence of n buffers.
+        All keys are of one group. Chunks that are there already are touched, not written again.
+        The bytes are copied before the call returns.
+
+        Waits while the write-behind queue of a tier is full, of each tier for itself. Not accepted:
+        chunks that pins leave no room for. Chunks that come to a tier whose queue has not moved for
+        some seconds keep their place in memory and get no record there (counted as dropped
+        demotes) until `flush`.
+
+        Raises:
+            TypeError, ValueError: wrong keys or a wrong array; nothing was stored.
+            ReentryError: from within another call; nothing was stored.
+            ClosedError: after `close`.
+        """
+        keys = require_keys(keys, self._manifest.namespace)
+        group_idx = one_group(keys, self._specs)
+        rows = byte_rows(array, len(keys), self._specs[group_idx].chunk_bytes)
+        per_batch = self._batch_chunks(group_idx)
+        self._planes.is_changing = True
+        # Tail first, so that what has to go again goes from the tail of the prefix.
+        return sum(
+            self._put_batch(group_idx, keys[i : i + per_batch], rows[i : i + per_batch])
+            for i in range(0, len(keys), per_batch)[::-1]
+        )
+
+    @_alone
+    def get(self, keys: Sequence[OffloadKey], out: object) -> list[bool]:
+        """Load chunks into the rows of `out`; returns for each key whether its row was filled.
+
+        `out` is shaped as the array of `put` and writable. Chunks may come from memory and disk;
+        those from disk become resident. A row whose answer is False is left untouched.
+
+        Raises:
+            TypeError, ValueError: wrong keys or a wrong `out`; nothing was loaded.
+            ReentryError: from within another call; nothing was loaded.
+            ClosedError: after `close`.
+        """
+        keys = require_keys(keys, self._manifest.namespace)
+        group_idx = one_group(keys, self._specs)
+        rows = byte_rows(out, len(keys), self._specs[group_idx].chunk_bytes, writable=True)
+        retrieval = Retrieval(
+            self._planes, self._stack, self._patience.put_seconds, self._pool, self._specs
+        )
+        return retrieval.run(group_idx, keys, rows, self._batch_chunks(group_idx))
+
+    @_alone
+    def match_prefix(self, keys: Sequence[OffloadKey]) -> PrefixMatch:
+        """Count the leading chunks that can be loaded now; loads and touches nothing.
+
+        Raises:
+            TypeError, ValueError: no keys, or keys of another namespace.
+            ReentryError: from within another call.
+            ClosedError: after `close`.
+        """
+        keys = require_keys(keys, self._manifest.namespace)
+        self._planes.is_changing = True
+        self._loop.pump()
+        self._loop.look_ahead(keys)
+        return PrefixMatch(self._stack.match_prefix(keys))
+
+    @_alone
+    def flush(self) -> None:
+        """Bring every accepted chunk to the tiers whose rule admits it, and these to the device.
+
+        `on_evict` tiers receive all chunks in memory that they do not have yet. What could not be
+        written before is tried again. What was written is written again if its file is gone: a
+        look at each file that was used, about 2 us. What is lost again meanwhile is written up to
+        three times. What has been changed in a file is not seen.
+
+        Raises:
+            BackendError: chunks in memory are missing in a tier, whose device refused them or has
+                not moved for a minute; the message says which tier, how many, and why. All other
+                tiers are flushed.
+            ReentryError: from within another call.
+            ClosedError: after `close`.
+        """
+        self._planes.is_changing = True
+        self._loop.flush(self._patience.flush_seconds)
+
+    @_alone
+    def reset(self) -> None:
+        """Forget all chunks of this manifest in all tiers.
+
+        Raises:
+            ReentryError: from within another call.
+            ClosedError: after `close`.
+        """
+        self._planes.is_changing = True
+        self._stack.reset(self._manifest)
+        self._loop.pump()
+
+    @_alone
+    def stats(self) -> StoreStats:
+        """Count what the store holds and what it did.
+
+        Raises:
+            BackendError, CatalogError: a catalog cannot be read.
+            ReentryError: from within another call.
+            ClosedError: after `close`.
+        """
+        self._planes.is_changing = True
+        self._loop.pump()
+        names = [tier.name for tier in self._config.secondary]
+        readings = self._ask(SecondaryTier.stats)
+        return StoreStats(
+            primary_chunk_count=len(self._stack.primary),
+            primary_capacity_bytes=self._config.primary.capacity_bytes,
+            secondary={name: read.answer() for name, read in zip(names, readings, strict=True)},
+            counters=self._counters.snapshot(),
+        )
+
+    @_alone
+    def check(self) -> list[str]:
+        """Verify the invariants of all tiers; returns the problems in words, empty when sound.
+
+        Waits for what is on its way, and then for the catalogs, as long as they move and for
+        `Patience.check_seconds` otherwise. A catalog that does not answer is a problem, too.
+
+        Raises:
+            ReentryError: from within another call.
+            ClosedError: after `close`.
+        """
+        self._planes.is_changing = True
+        self._loop.settle(lambda: not self._stack.has_work(), self._patience.check_seconds)
+        problems = self._stack.check_memory()
+        names = [tier.name for tier in self._config.secondary]
+        for name, reading in zip(names, self._ask(SecondaryTier.check), strict=True):
+            try:
+                problems += reading.answer()
+            except BackendError as error:
+                problems.append(f"tier {name} cannot be checked: {error}")
+        return problems
+
+    def close(self) -> None:
+        """Flush, stop the threads, release the memory; idempotent.
+
+        Other threads' calls then raise `ClosedError`. From within a call of the same thread, the
+        store closes when that call ends. A forked process has nothing to close.
+
+        Tiers that move are flushed to their end. Whatever hangs, the call takes no longer than
+        `Patience.close_seconds` after the last movement, or after its begin. What is lost is
+        logged: in which tier, how many chunks, and why.
+
+        Raises:
+            ReentryError: in a thread that does the store's I/O.
+        """
+        self._planes.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _put_batch(self, group_idx: int, keys: Sequence[OffloadKey], rows: Rows) -> int:
+        stack = self._stack
+        new_count = stack.primary.locate(keys).count(None)
+        if new_count:  # who only uses what is there waits for no tier
+            self._make_room(group_idx, keys, new_count)
+        reservation = stack.reserve_offload(group_idx, keys)
+        failed: Sequence[int] = range(len(reservation.keys))
+        self._planes.is_changing = False
+        try:
+            self._fill_slots(reservation, rows)
+            failed = ()
+        finally:
+            self._planes.is_changing = True
+            stack.finish_offload(reservation, failed)
+            self._planes.is_changing = not failed
+        self._loop.pump()
+        self._loop.look_ahead(keys)
+        return sum(state >= ChunkState.RECORDED for state in stack.locate(keys))
+
+    def _make_room(self, group_idx: int, keys: Sequence[OffloadKey], new_count: int) -> None:
+        stack, loop = self._stack, self._loop
+
+        def is_clear() -> bool:
+            # Other threads' loads bring some of these chunks, or hold the room that they need.
+            if not loop.load_count:
+                return True
+            return not stack.busy(keys) and stack.primary.has_room({group_idx: new_count})
+
+        need_bytes = new_count * self._specs[group_idx].chunk_bytes
+        loop.make_room(group_idx, new_count, need_bytes, self._patience.put_seconds, is_clear)
+
+    def _fill_slots(self, reservation: OffloadReservation, rows: Rows) -> None:
+        spec, slots = self._specs[reservation.group_idx], reservation.slots
+        is_whole = len(reservation.indices) == len(rows)
+        for start, stop in adjacent_runs(slots, spec.slot_bytes):
+            target = slot_rows(self._pool, spec, int(slots[start]), stop - start)
+            if is_whole and isinstance(rows, np.ndarray):
+                target[:] = rows[start:stop]
+            else:
+                for slot, i in zip(target, reservation.indices[start:stop], strict=True):
+                    slot[:] = rows[i]
+
+    def _ask(self, read: Callable[[SecondaryTier], Answer]) -> list[Reading[Answer]]:
+        """Ask the catalogs, while others call; those that hang are not waited for long."""
+        readings = self._planes.reader.ask(read)
+        self._loop.settle_within(
+            lambda: all(reading.is_done for reading in readings), self._patience.check_seconds
+        )
+        return readings
+
+    def _batch_chunks(self, group_idx: int) -> int:
+        spec = self._specs[group_idx]
+        # The batches of a get, or one of a put and the write-behind queue, fill half of the tier.
+        # From a tier that hangs, those of a get take no more than its share before that is known.
+        tier_count = max(1, len(self._config.secondary))
+        hung_shares = [tier.io.breaker.hung_share for tier in self._config.secondary]
+        part = min([1 / (2 * tier_count), *hung_shares])
+        share = int(self._config.primary.capacity_bytes * part) // BATCHES_IN_FLIGHT
+        # What a write queue cannot hold of a batch would be dropped.
+        queues = (tier.io.write_queue_bytes for tier in self._config.secondary)
+        return max(1, min(_BATCH_BYTES, share, *queues) // spec.slot_bytes)

@@ -1,0 +1,1 @@
+"""LMDB environments: opened, sealed, verified, locked. The only import of lmdb."""

@@ -1,0 +1,1 @@
+"""The primary tier: which chunk lies in which slot of the pool."""
