@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,13 +26,22 @@ from tierstore.embedded.planes import Patience
 from tierstore.errors import BackendError, ClosedError, ReentryError
 
 CHUNKS = Chunks(16_384)
-TRACED = (
-    *("store", "retrieval", "planes", "gate", "plane_loop", "idle_carrier", "io_pool"),
-    *("flush", "pace", "catalog_reader"),
-    *("tier.stack", "tier.cascade", "tier.promotion", "tier.primary", "tier.locator"),
-    *("tier.secondary", "tier.failed_demotes", "executor.executor", "policy.arc", "policy.lru"),
+TRACED = {
+    "embedded": "store pipelined_get planes gate loop idle_carrier flush pace catalog_reader",
+    "tier": "stack promotion locator",
+    "tier/memory": "primary",
+    "tier/disk": "secondary",
+    "tier/write_behind": "cascade failed_demotes",
+    "executor": "executor",
+    "policy": "arc lru",
+    ".": "io_pool",
+}
+ROOT = Path(__file__).parents[3]
+TRACED_FILES = tuple(
+    str((ROOT / "tierstore" / room / f"{name}.py").resolve(strict=True))
+    for room, names in TRACED.items()
+    for name in names.split()
 )
-TRACED_FILES = tuple(f"tierstore/{name.replace('.', '/')}.py" for name in TRACED)
 # A signal comes between two calls in C or at the start of a function: the gate has neither between
 # what belongs together, but a trace function raises there too.
 RAISING_FILES = tuple(name for name in TRACED_FILES if not name.endswith("/gate.py"))
