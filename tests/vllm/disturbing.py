@@ -48,7 +48,7 @@ def questions(lab: Lab) -> dict[str, Any]:
         for _ in range(32):
             answers.add(_answer(lab, request))
         stack = lab.half._stack
-        pins.append(len(stack.primary._pins) + sum(len(t._pins) for t in stack.secondaries))
+        pins.append(len(stack.primary._pins) + sum(len(t.pins) for t in stack.secondaries))
         lab.engine.abort_request([f"asked-{number}"])
         lab.finish()
         lab.idle()
