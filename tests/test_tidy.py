@@ -58,14 +58,23 @@ def test_what_is_left_to_do_names_its_issue(path: Path) -> None:
     assert unnamed == []
 
 
-@pytest.mark.parametrize("library", ["cupy", "lmdb", "prometheus_client", "pydantic", "yaml"])
+@pytest.mark.parametrize("library", ["cupy", "lmdb", "prometheus_client", "yaml"])
 def test_a_foreign_library_is_imported_in_one_module(library: str) -> None:
-    importers = [
-        name_of(path)
+    assert len(importers_of(library)) <= 1
+
+
+def test_only_the_document_of_a_configuration_knows_pydantic() -> None:
+    names = {path.stem for path in importers_of("pydantic") if path.parent.name == "config"}
+    assert names == {"values", "sections", "document"}
+    assert len(names) == len(importers_of("pydantic"))
+
+
+def importers_of(library: str) -> list[Path]:
+    return [
+        path
         for path in PACKAGE_FILES
         if any(name.partition(".")[0] == library for name in imported_names(path))
     ]
-    assert len(importers) <= 1
 
 
 def test_the_environment_is_read_only_by_the_command_line() -> None:

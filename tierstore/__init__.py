@@ -33,15 +33,16 @@ from tierstore.key import (
 
 if TYPE_CHECKING:
     from tierstore.config import StoreConfig, load_config
-    from tierstore.embedded.store import PrefixMatch, StoreStats, TierStore
+    from tierstore.embedded.answers import PrefixMatch, StoreStats
+    from tierstore.embedded.store import TierStore
     from tierstore.manifest import Manifest
 else:
     # The tiers are most of what there is to import: who only names chunks does without.
     _MODULE_BY_NAME = {
         "Manifest": "tierstore.manifest",
-        "PrefixMatch": "tierstore.embedded.store",
+        "PrefixMatch": "tierstore.embedded.answers",
         "StoreConfig": "tierstore.config",
-        "StoreStats": "tierstore.embedded.store",
+        "StoreStats": "tierstore.embedded.answers",
         "TierStore": "tierstore.embedded.store",
         "load_config": "tierstore.config",
     }

@@ -16,7 +16,7 @@ from tierstore.errors import ConfigError
 from tierstore.quoting import escaped, named, quoted
 
 if TYPE_CHECKING:
-    from tierstore.config.document import Document
+    from tierstore.config.sections import Document
 
 __all__ = ["check_config", "emit_json_schema", "load_config", "to_mapping"]
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tierstore.arrays import ByteArray, Rows, adjacent_runs, slot_rows
+from tierstore.embedded.batches import BATCHES_IN_FLIGHT
 from tierstore.embedded.loop import PendingLoad
 from tierstore.key import OffloadKey
 from tierstore.layout import GroupSpec
@@ -17,10 +18,7 @@ from tierstore.tier.stack import TierStack
 if TYPE_CHECKING:
     from tierstore.embedded.planes import Planes
 
-__all__ = ["BATCHES_IN_FLIGHT", "Retrieval"]
-
-BATCHES_IN_FLIGHT = 8
-"""Of all callers; each may have one even so."""
+__all__ = ["Retrieval"]
 
 _ROUNDS_MAX = 4
 """So often is a chunk asked for that another thread was to bring, and that left memory again."""

@@ -7,19 +7,18 @@ get:  resident or promoted slots -> copied to the caller's array
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-import numpy as np
-
-from tierstore.arrays import Rows, adjacent_runs, byte_rows, one_group, slot_rows
+from tierstore.arrays import byte_rows, one_group
 from tierstore.backend.opening import BackendOpener, backend_opener
-from tierstore.catalog.catalog import SecondaryStats
 from tierstore.config import StoreConfig
-from tierstore.embedded.pipelined_get import BATCHES_IN_FLIGHT, Retrieval
+from tierstore.embedded.answers import PrefixMatch, StoreStats
+from tierstore.embedded.batched_put import BatchedPut
+from tierstore.embedded.batches import batch_chunks
+from tierstore.embedded.pipelined_get import Retrieval
 from tierstore.embedded.planes import Patience, Planes
 from tierstore.embedded.store_input import no_memory, require_arguments, require_config
 from tierstore.errors import BackendError
@@ -31,36 +30,12 @@ from tierstore.metrics import Counters
 from tierstore.tier.disk.reads import Reading
 from tierstore.tier.disk.secondary import SecondaryTier
 from tierstore.tier.opening import open_stack
-from tierstore.tier.reservation import ChunkState, OffloadReservation
 from tierstore.tier.stack import TierStack
 
-__all__ = ["PrefixMatch", "StoreStats", "TierStore"]
-
-_BATCH_BYTES = 4 << 20
-"""Chunks are put and got in batches of about this size: pins stay few, and the caller's copy of
-one batch overlaps the I/O of the next."""
+__all__ = ["TierStore"]
 
 Parameters = ParamSpec("Parameters")
 Answer = TypeVar("Answer")
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixMatch:
-    """How much of a prefix can be loaded now."""
-
-    chunk_count: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreStats:
-    """What a store holds and what it did since it was opened."""
-
-    primary_chunk_count: int
-    primary_capacity_bytes: int
-    secondary: dict[str, SecondaryStats]
-    """By the tier's name."""
-    counters: dict[str, float]
-    """By the metric's name and label, as in `metrics.Metric`."""
 
 
 def _alone(
@@ -218,13 +193,10 @@ class TierStore:
         keys = require_keys(keys, self._manifest.namespace)
         group_idx = one_group(keys, self._specs)
         rows = byte_rows(array, len(keys), self._specs[group_idx].chunk_bytes)
-        per_batch = self._batch_chunks(group_idx)
-        self._planes.is_changing = True
-        # Tail first, so that what has to go again goes from the tail of the prefix.
-        return sum(
-            self._put_batch(group_idx, keys[i : i + per_batch], rows[i : i + per_batch])
-            for i in range(0, len(keys), per_batch)[::-1]
+        put = BatchedPut(
+            self._planes, self._stack, self._patience.put_seconds, self._pool, self._specs
         )
+        return put.run(group_idx, keys, rows, batch_chunks(self._config, self._specs[group_idx]))
 
     @_alone
     def get(self, keys: Sequence[OffloadKey], out: object) -> list[bool]:
@@ -244,7 +216,8 @@ class TierStore:
         retrieval = Retrieval(
             self._planes, self._stack, self._patience.put_seconds, self._pool, self._specs
         )
-        return retrieval.run(group_idx, keys, rows, self._batch_chunks(group_idx))
+        per_batch = batch_chunks(self._config, self._specs[group_idx])
+        return retrieval.run(group_idx, keys, rows, per_batch)
 
     @_alone
     def match_prefix(self, keys: Sequence[OffloadKey]) -> PrefixMatch:
@@ -360,48 +333,6 @@ class TierStore:
     ) -> None:
         self.close()
 
-    def _put_batch(self, group_idx: int, keys: Sequence[OffloadKey], rows: Rows) -> int:
-        stack = self._stack
-        new_count = stack.primary.locate(keys).count(None)
-        if new_count:  # who only uses what is there waits for no tier
-            self._make_room(group_idx, keys, new_count)
-        reservation = stack.reserve_offload(group_idx, keys)
-        failed: Sequence[int] = range(len(reservation.keys))
-        self._planes.is_changing = False
-        try:
-            self._fill_slots(reservation, rows)
-            failed = ()
-        finally:
-            self._planes.is_changing = True
-            stack.finish_offload(reservation, failed)
-            self._planes.is_changing = not failed
-        self._loop.pump()
-        self._loop.look_ahead(keys)
-        return sum(state >= ChunkState.RECORDED for state in stack.locate(keys))
-
-    def _make_room(self, group_idx: int, keys: Sequence[OffloadKey], new_count: int) -> None:
-        stack, loop = self._stack, self._loop
-
-        def is_clear() -> bool:
-            # Other threads' loads bring some of these chunks, or hold the room that they need.
-            if not loop.load_count:
-                return True
-            return not stack.busy(keys) and stack.primary.has_room({group_idx: new_count})
-
-        need_bytes = new_count * self._specs[group_idx].chunk_bytes
-        loop.make_room(group_idx, new_count, need_bytes, self._patience.put_seconds, is_clear)
-
-    def _fill_slots(self, reservation: OffloadReservation, rows: Rows) -> None:
-        spec, slots = self._specs[reservation.group_idx], reservation.slots
-        is_whole = len(reservation.indices) == len(rows)
-        for start, stop in adjacent_runs(slots, spec.slot_bytes):
-            target = slot_rows(self._pool, spec, int(slots[start]), stop - start)
-            if is_whole and isinstance(rows, np.ndarray):
-                target[:] = rows[start:stop]
-            else:
-                for slot, i in zip(target, reservation.indices[start:stop], strict=True):
-                    slot[:] = rows[i]
-
     def _ask(self, read: Callable[[SecondaryTier], Answer]) -> list[Reading[Answer]]:
         """Ask the catalogs, while others call; those that hang are not waited for long."""
         readings = self._planes.reader.ask(read)
@@ -409,15 +340,3 @@ class TierStore:
             lambda: all(reading.is_done for reading in readings), self._patience.check_seconds
         )
         return readings
-
-    def _batch_chunks(self, group_idx: int) -> int:
-        spec = self._specs[group_idx]
-        # The batches of a get, or one of a put and the write-behind queue, fill half of the tier.
-        # From a tier that hangs, those of a get take no more than its share before that is known.
-        tier_count = max(1, len(self._config.secondary))
-        hung_shares = [tier.io.breaker.hung_share for tier in self._config.secondary]
-        part = min([1 / (2 * tier_count), *hung_shares])
-        share = int(self._config.primary.capacity_bytes * part) // BATCHES_IN_FLIGHT
-        # What a write queue cannot hold of a batch would be dropped.
-        queues = (tier.io.write_queue_bytes for tier in self._config.secondary)
-        return max(1, min(_BATCH_BYTES, share, *queues) // spec.slot_bytes)

@@ -25,7 +25,7 @@ from tierstore.config import (
     load_config,
     to_mapping,
 )
-from tierstore.config.document import Document
+from tierstore.config.sections import Document
 from tierstore.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[3] / "configs"

@@ -27,7 +27,9 @@ from tierstore.errors import BackendError, ClosedError, ReentryError
 
 CHUNKS = Chunks(16_384)
 TRACED = {
-    "embedded": "store pipelined_get planes gate loop idle_carrier flush pace catalog_reader",
+    "embedded": (
+        "store batched_put pipelined_get planes gate loop idle_carrier flush pace catalog_reader"
+    ),
     "tier": "stack promotion locator",
     "tier/memory": "primary",
     "tier/disk": "secondary",

@@ -1,0 +1,26 @@
+"""What an embedded store says of itself."""
+
+from dataclasses import dataclass
+
+from tierstore.catalog.catalog import SecondaryStats
+
+__all__ = ["PrefixMatch", "StoreStats"]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """How much of a prefix can be loaded now."""
+
+    chunk_count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreStats:
+    """What a store holds and what it did since it was opened."""
+
+    primary_chunk_count: int
+    primary_capacity_bytes: int
+    secondary: dict[str, SecondaryStats]
+    """By the tier's name."""
+    counters: dict[str, float]
+    """By the metric's name and label, as in `metrics.Metric`."""

@@ -1,0 +1,90 @@
+"""One `put`: batches of chunks on their way from the caller's array to slots."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tierstore.arrays import ByteArray, Rows, adjacent_runs, slot_rows
+from tierstore.key import OffloadKey
+from tierstore.layout import GroupSpec
+from tierstore.tier.reservation import ChunkState, OffloadReservation
+from tierstore.tier.stack import TierStack
+
+if TYPE_CHECKING:
+    from tierstore.embedded.planes import Planes
+
+__all__ = ["BatchedPut"]
+
+
+class BatchedPut:
+    """Stores chunks of a caller's array; runs inside the gate, and steps out where it waits."""
+
+    __slots__ = ("_loop", "_planes", "_pool", "_specs", "_stack", "_stall_seconds")
+
+    def __init__(
+        self,
+        planes: "Planes",
+        stack: TierStack,
+        stall_seconds: float,
+        pool: ByteArray,
+        specs: Sequence[GroupSpec],
+    ) -> None:
+        """Tiers that do not move are waited for as in `PlaneLoop.make_room`."""
+        self._planes = planes
+        self._loop = planes.loop
+        self._stack = stack
+        self._stall_seconds = stall_seconds
+        self._pool = pool
+        self._specs = specs
+
+    def run(self, group_idx: int, keys: Sequence[OffloadKey], rows: Rows, per_batch: int) -> int:
+        """Store the chunks of one group; return how many of them the store has now."""
+        self._planes.is_changing = True
+        # Tail first, so that what has to go again goes from the tail of the prefix.
+        return sum(
+            self._put_batch(group_idx, keys[i : i + per_batch], rows[i : i + per_batch])
+            for i in range(0, len(keys), per_batch)[::-1]
+        )
+
+    def _put_batch(self, group_idx: int, keys: Sequence[OffloadKey], rows: Rows) -> int:
+        stack = self._stack
+        new_count = stack.primary.locate(keys).count(None)
+        if new_count:  # who only uses what is there waits for no tier
+            self._make_room(group_idx, keys, new_count)
+        reservation = stack.reserve_offload(group_idx, keys)
+        failed: Sequence[int] = range(len(reservation.keys))
+        self._planes.is_changing = False
+        try:
+            self._fill_slots(reservation, rows)
+            failed = ()
+        finally:
+            self._planes.is_changing = True
+            stack.finish_offload(reservation, failed)
+            self._planes.is_changing = not failed
+        self._loop.pump()
+        self._loop.look_ahead(keys)
+        return sum(state >= ChunkState.RECORDED for state in stack.locate(keys))
+
+    def _make_room(self, group_idx: int, keys: Sequence[OffloadKey], new_count: int) -> None:
+        stack, loop = self._stack, self._loop
+
+        def is_clear() -> bool:
+            # Other threads' loads bring some of these chunks, or hold the room that they need.
+            if not loop.load_count:
+                return True
+            return not stack.busy(keys) and stack.primary.has_room({group_idx: new_count})
+
+        need_bytes = new_count * self._specs[group_idx].chunk_bytes
+        loop.make_room(group_idx, new_count, need_bytes, self._stall_seconds, is_clear)
+
+    def _fill_slots(self, reservation: OffloadReservation, rows: Rows) -> None:
+        spec, slots = self._specs[reservation.group_idx], reservation.slots
+        is_whole = len(reservation.indices) == len(rows)
+        for start, stop in adjacent_runs(slots, spec.slot_bytes):
+            target = slot_rows(self._pool, spec, int(slots[start]), stop - start)
+            if is_whole and isinstance(rows, np.ndarray):
+                target[:] = rows[start:stop]
+            else:
+                for slot, i in zip(target, reservation.indices[start:stop], strict=True):
+                    slot[:] = rows[i]
