@@ -86,15 +86,17 @@ def test_the_block_that_the_last_step_completes_is_found_again(
 ) -> None:
     """Guesses that the last step accepts are known only when the request has ended.
 
-    So are tokens with asynchronous scheduling, which vLLM does not do on a CPU.
+    So are tokens with asynchronous scheduling, which vLLM does not do on a CPU. Each prompt has a
+    round of its own: vLLM gives away blocks without a hash first, so another request would take
+    the very block in the step that offloads it.
     """
     prompts = [(prompt[:40] * 6)[:n] for prompt in scenario.first[-6:] for n in (97, 129, 161)]
-    rounds = {
-        "cold": Round(prompts=prompts, max_tokens=32),
-        "second turn": Round(prompts=[[3, 4, 5] * 10] * len(prompts), continues="cold"),
-    }
+    rounds = {}
+    for i, prompt in enumerate(prompts):
+        rounds[f"cold {i}"] = Round(prompts=[prompt], max_tokens=32)
+        rounds[f"second turn {i}"] = Round(prompts=[[3, 4, 5] * 10], continues=f"cold {i}")
     config = {"version": 1, "primary": {"capacity": "96MiB"}}
     engine = {"speculative_config": NGRAM}
     result = run_engine(scenario.job(rounds, engine=engine, config=config), tmp_path)
-    cached = [answer.cached for answer in result.rounds["second turn"]]
+    cached = [result.rounds[f"second turn {i}"][0].cached for i in range(len(prompts))]
     assert cached == [len(prompt) + 31 for prompt in prompts]
