@@ -9,22 +9,13 @@ import weakref
 from pathlib import Path
 
 import pytest
+from open_resources import are_given_back, open_resources
 from store_kit import Chunks, config_of
 from waiting import within_seconds
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[2]
 CHUNKS = Chunks(65_536)
-
-
-def open_resources():
-    """Count the descriptors and the threads of this process."""
-    return [len(list(Path("/proc/self", name).iterdir())) for name in ("fd", "task")]
-
-
-def are_given_back(before):
-    """Return whether no more is open than before; then, a thread may just have been ending."""
-    return all(now <= then for now, then in zip(open_resources(), before, strict=True))
 
 
 @pytest.mark.parametrize("backend", ["file", "lmdb"])
