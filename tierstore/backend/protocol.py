@@ -1,14 +1,17 @@
 """What the data plane asks of a secondary tier's payload store."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from tierstore.key import OffloadKey
 from tierstore.transfer import FailureReason, PageRun, Place
 
-__all__ = ["Backend", "RecordIo"]
+__all__ = ["Backend", "LostFinder", "RecordIo"]
+
+LostFinder: TypeAlias = Callable[[AbstractSet[int]], AbstractSet[int]]
+"""`Backend.lost_segments`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +28,9 @@ class RecordIo:
 class Backend(Protocol):
     """Payload bytes of one rank in one secondary tier. Blocking; called from I/O threads.
 
-    Thread-safe: calls for different records run side by side. Raises nothing but `BackendError`
-    from `open`; everything that goes wrong with a record later is a `FailureReason`, so that one
-    bad record never hides the good ones.
+    Thread-safe: calls for different records run side by side. Raises nothing but `BackendError`,
+    where that is said; everything that goes wrong with a record later is a `FailureReason`, so
+    that one bad record never hides the good ones.
     """
 
     def open(self) -> None:

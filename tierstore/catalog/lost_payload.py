@@ -12,7 +12,6 @@ from tierstore.key import OffloadKey
 
 __all__ = ["LostPayload"]
 
-
 _RELIED_ON_MAX = 1 << 16
 """Segments to look for at the next flush; without one, the earlier are forgotten."""
 

@@ -1,42 +1,21 @@
 """One `put`: batches of chunks on their way from the caller's array to slots."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tierstore.arrays import ByteArray, Rows, adjacent_runs, slot_rows
+from tierstore.arrays import Rows, adjacent_runs, slot_rows
+from tierstore.embedded.batches import BatchedCall
 from tierstore.key import OffloadKey
-from tierstore.layout import GroupSpec
 from tierstore.tier.reservation import ChunkState, OffloadReservation
-from tierstore.tier.stack import TierStack
-
-if TYPE_CHECKING:
-    from tierstore.embedded.planes import Planes
 
 __all__ = ["BatchedPut"]
 
 
-class BatchedPut:
+class BatchedPut(BatchedCall):
     """Stores chunks of a caller's array; runs inside the gate, and steps out where it waits."""
 
-    __slots__ = ("_loop", "_planes", "_pool", "_specs", "_stack", "_stall_seconds")
-
-    def __init__(
-        self,
-        planes: "Planes",
-        stack: TierStack,
-        stall_seconds: float,
-        pool: ByteArray,
-        specs: Sequence[GroupSpec],
-    ) -> None:
-        """Tiers that do not move are waited for as in `PlaneLoop.make_room`."""
-        self._planes = planes
-        self._loop = planes.loop
-        self._stack = stack
-        self._stall_seconds = stall_seconds
-        self._pool = pool
-        self._specs = specs
+    __slots__ = ()
 
     def run(self, group_idx: int, keys: Sequence[OffloadKey], rows: Rows, per_batch: int) -> int:
         """Store the chunks of one group; return how many of them the store has now."""

@@ -24,7 +24,6 @@ _logger = bounded(logging.getLogger(__name__))
 Syncer: TypeAlias = Callable[[int, AfterSync], PendingSync]
 """`DataPlane.begin_sync`."""
 
-
 _LOST_ROUNDS_MAX = 3
 """So often a flush writes again what is lost while it is done; then it complains."""
 

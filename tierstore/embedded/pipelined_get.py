@@ -6,17 +6,11 @@ way are waited for when nothing of our own is: two that waited for each other wo
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from tierstore.arrays import ByteArray, Rows, adjacent_runs, slot_rows
-from tierstore.embedded.batches import BATCHES_IN_FLIGHT
+from tierstore.arrays import Rows, adjacent_runs, slot_rows
+from tierstore.embedded.batches import BATCHES_IN_FLIGHT, BatchedCall
 from tierstore.embedded.loop import PendingLoad
 from tierstore.key import OffloadKey
-from tierstore.layout import GroupSpec
-from tierstore.tier.stack import TierStack
-
-if TYPE_CHECKING:
-    from tierstore.embedded.planes import Planes
 
 __all__ = ["Retrieval"]
 
@@ -33,45 +27,16 @@ class _Batch:
     """Per chunk, the rows of the caller's array that want it."""
 
 
-class Retrieval:
+class Retrieval(BatchedCall):
     """Loads chunks to a caller's array; runs inside the gate, and steps out where it waits."""
 
-    __slots__ = (
-        "_batch_chunks",
-        "_found",
-        "_group_idx",
-        "_in_flight",
-        "_loop",
-        "_out",
-        "_planes",
-        "_pool",
-        "_rows_of",
-        "_specs",
-        "_stack",
-        "_stall_seconds",
-    )
-
-    def __init__(
-        self,
-        planes: "Planes",
-        stack: TierStack,
-        stall_seconds: float,
-        pool: ByteArray,
-        specs: Sequence[GroupSpec],
-    ) -> None:
-        """Tiers that do not move are waited for as in `PlaneLoop.make_room`."""
-        self._planes = planes
-        self._loop = planes.loop
-        self._stack = stack
-        self._stall_seconds = stall_seconds
-        self._pool = pool
-        self._specs = specs
-        self._in_flight: list[_Batch] = []
+    __slots__ = ("_batch_chunks", "_found", "_group_idx", "_in_flight", "_out", "_rows_of")
 
     def run(
         self, group_idx: int, keys: Sequence[OffloadKey], out: Rows, batch_chunks: int
     ) -> list[bool]:
         """Fill the rows of `out` whose chunks can be had; return for each whether it was."""
+        self._in_flight: list[_Batch] = []
         self._group_idx = group_idx
         self._batch_chunks = batch_chunks
         self._out = out

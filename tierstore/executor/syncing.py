@@ -1,13 +1,14 @@
 """A tier's payload on its way from the system's memory to its device."""
 
 from collections.abc import Callable
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from tierstore.backend.protocol import LostFinder
+
 __all__ = ["AfterSync", "PendingSync"]
 
-AfterSync: TypeAlias = Callable[[Callable[[AbstractSet[int]], AbstractSet[int]]], None]
+AfterSync: TypeAlias = Callable[[LostFinder], None]
 """Called when the payload was flushed, or was not, with what finds the segments that were lost
 (`Backend.lost_segments`); may raise `BackendError`, which counts as a failure of the flush."""
 

@@ -105,4 +105,6 @@ def test_rows_of_this_release_that_name_another_one_are_damaged(tmp_path):
     with harness.catalog._env.write() as txn:
         txn.put(b"state", b"\3" + StateRow(2, 0, 1).pack()[1:], db=harness.catalog._databases.state)
     harness.catalog.close()
-    open_with(harness, harness.manifest)
+    opened = Catalog.open(harness.config, harness.manifest, rank_count=harness.ranks)
+    assert "version" in opened.damage
+    opened.close()

@@ -115,23 +115,6 @@ class LyingArray(np.ndarray):
         raise FaultError(HUGE)
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    path = tmp_path_factory.mktemp("lying") / "tier"
-    with CHUNKS.open(config_of(path, primary="1MiB", capacity="8MiB")) as store:
-        assert CHUNKS.put(store, range(100, 104)) == 4
-        yield store
-
-
-@pytest.fixture
-def unharmed(store):
-    before = store.stats().primary_chunk_count
-    yield store
-    assert store.stats().primary_chunk_count == before
-    assert store.check() == []
-    assert CHUNKS.found(store, [*NUMBERS, *range(100, 104)]) == list(range(100, 104))
-
-
 BAD_KEYS = {
     "raises": Keys(KEYS, "raises"),
     "short": Keys(KEYS, "short"),

@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from typing import TypeAlias
 
+from tierstore.backend.protocol import LostFinder
 from tierstore.bounded_log import bounded
 from tierstore.catalog.catalog import Catalog, SecondaryStats
 from tierstore.catalog.messages import (
@@ -51,9 +51,6 @@ from tierstore.transfer import Place
 __all__ = ["SecondaryTier"]
 
 _logger = bounded(logging.getLogger(__name__))
-
-LostFinder: TypeAlias = Callable[[AbstractSet[int]], AbstractSet[int]]
-"""`Backend.lost_segments`."""
 
 _CLOSE_SECONDS = 30.0
 _ADVICE_WAITING_MAX = 1024
