@@ -13,6 +13,7 @@ from typing import NamedTuple
 from tierstore.key import OffloadKey
 from tierstore.policy.ghost_queue import GhostQueue
 from tierstore.policy.key_queue import KeyQueue
+from tierstore.policy.use import UNKNOWN_USE, UseContext
 
 __all__ = ["ArcPolicy"]
 
@@ -44,6 +45,8 @@ class ArcPolicy:
     has 80. Two keys that share a digest, one pair in 10^18, could make a stranger pass for a ghost,
     which is a worse guess of what to keep and never a wrong hit.
     """
+
+    needs_use = False
 
     def __init__(self, capacity_chunks: int) -> None:
         """`capacity_chunks` is the paper's c."""
@@ -86,7 +89,12 @@ class ArcPolicy:
             map(or_, map(first.__contains__, keys), map(second.__contains__, keys))
         )
 
-    def insert(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
+    def insert(
+        self,
+        keys: Sequence[OffloadKey],
+        slots: Sequence[int],
+        use: UseContext = UNKNOWN_USE,  # noqa: ARG002 - the protocol; all uses are alike here
+    ) -> None:
         """Add keys, in order: ghosts to T2, all others to T1; then drop the oldest ghosts."""
         self._plan = None
         if self._returning:
@@ -98,7 +106,11 @@ class ArcPolicy:
         self._t1.push(keys, slots)
         self._trim()
 
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
+    def touch(
+        self,
+        keys: Sequence[OffloadKey],
+        use: UseContext = UNKNOWN_USE,  # noqa: ARG002 - as in `insert`
+    ) -> None:
         """Make resident keys the most recently used of T2, in order (case I)."""
         self._plan = None
         if self._t1.table.keys().isdisjoint(keys):
@@ -119,6 +131,7 @@ class ArcPolicy:
         count: int,
         pinned: Collection[OffloadKey],
         incoming: Sequence[OffloadKey] = (),
+        use: UseContext = UNKNOWN_USE,  # noqa: ARG002 - as in `insert`
     ) -> list[OffloadKey]:
         """Name the keys that REPLACE takes for the last `count` of `incoming`, in order."""
         digests = _digests(incoming)
@@ -131,7 +144,12 @@ class ArcPolicy:
         self._plan = incoming, steps.victims, steps.t1_victim_count, (digests, steps.p)
         return steps.victims
 
-    def evict(self, keys: Sequence[OffloadKey], incoming: Sequence[OffloadKey] = ()) -> list[int]:
+    def evict(
+        self,
+        keys: Sequence[OffloadKey],
+        incoming: Sequence[OffloadKey] = (),
+        use: UseContext = UNKNOWN_USE,  # noqa: ARG002 - as in `insert`
+    ) -> list[int]:
         """Move victims to B1 and B2, in order, and adapt p to the ghosts among `incoming`."""
         plan, self._plan = self._plan, None
         if plan is not None and plan[0] is incoming and plan[1] is keys:

@@ -4,12 +4,15 @@ from collections.abc import Collection, Sequence
 
 from tierstore.key import OffloadKey
 from tierstore.policy.key_queue import KeyQueue
+from tierstore.policy.use import UNKNOWN_USE, UseContext
 
 __all__ = ["LruPolicy"]
 
 
 class LruPolicy:
     """Exact LRU: the victim is the key whose last use is the longest ago. Keeps no ghosts."""
+
+    needs_use = False
 
     def __init__(self) -> None:
         self._order = KeyQueue()
@@ -26,11 +29,20 @@ class LruPolicy:
         """Return whether all of the keys are resident."""
         return all(map(self._order.table.__contains__, keys))
 
-    def insert(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
+    def insert(
+        self,
+        keys: Sequence[OffloadKey],
+        slots: Sequence[int],
+        use: UseContext = UNKNOWN_USE,  # noqa: ARG002 - the protocol; all uses are alike here
+    ) -> None:
         """Add keys as the most recently used, in order."""
         self._order.push(keys, slots)
 
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
+    def touch(
+        self,
+        keys: Sequence[OffloadKey],
+        use: UseContext = UNKNOWN_USE,  # noqa: ARG002 - as in `insert`
+    ) -> None:
         """Make resident keys the most recently used, in order."""
         self._order.touch(keys)
 
@@ -39,6 +51,7 @@ class LruPolicy:
         count: int,
         pinned: Collection[OffloadKey],
         incoming: Sequence[OffloadKey] = (),  # noqa: ARG002 - the protocol; LRU treats all alike
+        use: UseContext = UNKNOWN_USE,  # noqa: ARG002 - as in `insert`
     ) -> list[OffloadKey]:
         """Name the least recently used keys that are not pinned, oldest first."""
         return self._order.peek(count, pinned)
@@ -47,6 +60,7 @@ class LruPolicy:
         self,
         keys: Sequence[OffloadKey],
         incoming: Sequence[OffloadKey] = (),  # noqa: ARG002 - as in `victims`
+        use: UseContext = UNKNOWN_USE,  # noqa: ARG002 - as in `insert`
     ) -> list[int]:
         """Remove victims; return their slots."""
         return self._order.pop(keys)

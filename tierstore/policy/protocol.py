@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from tierstore.key import OffloadKey
+from tierstore.policy.use import UNKNOWN_USE, UseContext
 
 __all__ = ["EvictionPolicy"]
 
@@ -25,10 +26,16 @@ class EvictionPolicy(Protocol):
         evict(chosen, incoming)             at once; `chosen` may be empty when slots are free
         insert(incoming, slots)             when the bytes have arrived; perhaps only some keys
 
+    Each is told the `UseContext` of its batch; a policy that goes by it sets `needs_use`, since
+    batches are cut by request then.
+
     Together they mean: every key of `incoming`, in order, misses, takes a free slot or else the
     victim's, and becomes resident, one after the other as in a textbook; the batch's own keys
     count as pinned until its end, since their slots must exist at the same time.
     """
+
+    needs_use: bool
+    """Whether the policy goes by the uses that it is told; others are given `UNKNOWN_USE`."""
 
     def locate(self, keys: Sequence[OffloadKey]) -> list[int | None]:
         """Return the slot of each resident key, None for others; no use is recorded."""
@@ -39,10 +46,12 @@ class EvictionPolicy(Protocol):
     def holds_all(self, keys: Sequence[OffloadKey]) -> bool:
         """Return whether all of the keys are resident."""
 
-    def insert(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
+    def insert(
+        self, keys: Sequence[OffloadKey], slots: Sequence[int], use: UseContext = UNKNOWN_USE
+    ) -> None:
         """Add keys that became resident, in order; none of them is resident. O(len(keys))."""
 
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
+    def touch(self, keys: Sequence[OffloadKey], use: UseContext = UNKNOWN_USE) -> None:
         """Record one use of each resident key, in order. O(len(keys))."""
 
     def victims(
@@ -50,6 +59,7 @@ class EvictionPolicy(Protocol):
         count: int,
         pinned: Collection[OffloadKey],
         incoming: Sequence[OffloadKey] = (),
+        use: UseContext = UNKNOWN_USE,
     ) -> list[OffloadKey]:
         """Name the next `count` victims in order, skipping pinned keys; changes nothing.
 
@@ -59,7 +69,12 @@ class EvictionPolicy(Protocol):
         Returns fewer when fewer are evictable. O(count + pinned keys passed over).
         """
 
-    def evict(self, keys: Sequence[OffloadKey], incoming: Sequence[OffloadKey] = ()) -> list[int]:
+    def evict(
+        self,
+        keys: Sequence[OffloadKey],
+        incoming: Sequence[OffloadKey] = (),
+        use: UseContext = UNKNOWN_USE,
+    ) -> list[int]:
         """Remove victims, in the order `victims` named them, and record the misses of `incoming`.
 
         Returns the slots of `keys`.

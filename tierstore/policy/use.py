@@ -1,0 +1,52 @@
+"""On whose behalf chunks are stored, found and used: what policies and admissions may go by."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+__all__ = ["UNKNOWN_USE", "UseContext"]
+
+_INTERNED_MAX = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class UseContext:
+    """One request's use of a batch of chunks of one prefix.
+
+    It is made once per request and batch, and passed by reference from the planner through the
+    tiers to policies, admissions and catalogs. Who does not ask for uses is given `UNKNOWN_USE`.
+    """
+
+    request_id: str = ""
+    """The engine's name of the request; empty: unknown, or several requests in one batch."""
+    parent_id: str = ""
+    """The request whose answer this one continues; empty: none, or unknown."""
+    turn: int = 0
+    """How many requests of the same conversation came before."""
+    depth: int = 0
+    """How many chunks of the prefix lie before the first one of the batch."""
+    priority: int = 0
+    """As the engine's: the smaller, the more urgent."""
+    hints: tuple[tuple[str, str], ...] = ()
+    """What the user said of the request, by name, in the order of the names."""
+    cost_seconds: float = 0.0
+    """What it takes to compute one chunk of the batch again; 0: unknown."""
+
+    @classmethod
+    @lru_cache(maxsize=_INTERNED_MAX)
+    def of(
+        cls,
+        request_id: str = "",
+        *,
+        parent_id: str = "",
+        turn: int = 0,
+        depth: int = 0,
+        priority: int = 0,
+        hints: tuple[tuple[str, str], ...] = (),
+        cost_seconds: float = 0.0,
+    ) -> "UseContext":
+        """Return the one value of these fields, as long as it is among the last few thousand."""
+        return cls(request_id, parent_id, turn, depth, priority, hints, cost_seconds)
+
+
+UNKNOWN_USE = UseContext()
+"""Nothing is known, or nobody has asked."""
