@@ -67,24 +67,23 @@ def run(experiment: Experiment, folder: Path | None) -> list[Finding]:
     """Run an experiment; that it dies or hangs is a finding, too."""
     with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as place:
         arguments = [word.replace("{folder}", place) for word in experiment.arguments]
-        process = subprocess.Popen(
+        with subprocess.Popen(
             [sys.executable, *arguments],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, PYTHONPATH)), "TMPDIR": place},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-        )
-        try:
-            said, complained = process.communicate(timeout=experiment.seconds_max)
-            why = "" if process.returncode == 0 else f"ended with {process.returncode}"
-        except subprocess.TimeoutExpired:
-            said, complained, why = "", "", f"no end within {experiment.seconds_max:.0f} s"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # whatever it has left behind
-            process.wait()
-            unmount_below(place)
+        ) as process:
+            try:
+                said, complained = process.communicate(timeout=experiment.seconds_max)
+                why = "" if process.returncode == 0 else f"ended with {process.returncode}"
+            except subprocess.TimeoutExpired:
+                said, complained, why = "", "", f"no end within {experiment.seconds_max:.0f} s"
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # whatever it has left behind
+        unmount_below(place)
     if not why:
         try:
             return experiment.read([line for line in said.splitlines() if line])
