@@ -80,7 +80,7 @@ def importers_of(library: str) -> list[Path]:
 def test_the_environment_is_read_only_by_the_command_line() -> None:
     pattern = re.compile(r"\b(environ|getenv)\b")
     found = {name_of(path) for path in CORE_FILES if pattern.search(path.read_text())}
-    assert found <= {"tierstore/cli.py", "tierstore/faults/opening.py"}
+    assert found <= {"tierstore/faults/opening.py"}
 
 
 def test_of_the_environment_faults_read_one_variable_in_one_place() -> None:
