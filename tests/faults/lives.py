@@ -85,7 +85,7 @@ class Lives:
         self.reset = set()
         self.resetting = set()
         self.hidden = set()
-        self._foretold = 0
+        self._missed_before = Counter()
         """Misses that were counted when somebody asked: one for each chunk of a mute tier."""
 
     def run(self):
@@ -133,7 +133,7 @@ class Lives:
         finally:
             self._note_stall(started)
         self.hidden = set()
-        self._foretold = 0
+        self._missed_before = Counter()
         self.resetting = set()  # what no flush has acknowledged ends with the process
         self.evicted_before = self._evicted_count(store)
         return store
@@ -160,20 +160,17 @@ class Lives:
                 self.acknowledged |= set(batch)
                 self.reset |= self.resetting
             self._note_stall(started)
-            before = _misses(store)
             with suppress(TierStoreError):
                 store.match_prefix(CHUNKS.keys(numbers))
-            self._foretold += _excuses(store, before)
             self._measure()
 
     def _recall(self, store, numbers):
         """Load chunks: those that were acknowledged are there, or their miss is counted."""
-        before = _misses(store)
         started = time.monotonic()
         found = self._found(store, numbers)
         self._note_stall(started)
-        failed = Counter(_misses(store)) - Counter(before)
-        excuses, self._foretold = _excuses(store, before) + self._foretold, 0
+        failed = self._missed_since_last(store)
+        excuses = sum(count for reason, count in failed.items() if reason in DEVICE_FAILED)
         lost = (set(numbers) & self.acknowledged) - found - self.hidden
         self._forbid(found & self.reset, "found although it was reset")
         missing = len(lost) - excuses - self._evicted_since_opening(store)
@@ -184,6 +181,14 @@ class Lives:
         self.hidden |= lost
         if not self.is_passing:
             self.acknowledged -= lost
+
+    def _missed_since_last(self, store):
+        """Return how many chunks were counted as missed since the last call, by reason.
+
+        A question that comes before the load counts the miss, and the load does not once more.
+        """
+        before, self._missed_before = self._missed_before, Counter(_misses(store))
+        return self._missed_before - before
 
     def _recall_all(self, store):
         """Load all in a sound life: what was acknowledged is there, whatever failed before."""
@@ -255,12 +260,6 @@ class Lives:
     def _require(self, holds, why):
         if not holds:
             self.outcome.problems.append(why)
-
-
-def _excuses(store, before):
-    """Return how many chunks were counted since as not brought by their device."""
-    failed = Counter(_misses(store)) - Counter(before)
-    return sum(count for reason, count in failed.items() if reason in DEVICE_FAILED)
 
 
 def _misses(store):
