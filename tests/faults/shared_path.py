@@ -10,7 +10,6 @@ At the end each engine stores, finds what it stored, and has it found by another
 import argparse
 import dataclasses
 import json
-import os
 import random
 import select
 import signal
@@ -21,10 +20,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from python_paths import FAULT_PROGRAMS, environment
 from store_kit import MIB, config_of, du
-
-FOLDER = Path(__file__).parent
-ROOT = FOLDER.parent.parent
 
 CAPACITY_BYTES = 48 * MIB
 CHUNK_BYTES = {"small": 4096, "middle": 65_536, "large": 262_144}
@@ -85,11 +82,11 @@ class EngineProcess:
         self._log = log
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, FOLDER / "sharing_process.py"],
+                [sys.executable, FAULT_PROGRAMS / "sharing_process.py"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                env=os.environ | {"PYTHONPATH": f"{ROOT}:{FOLDER}"},
+                env=environment(),
             )
         self.is_open = False
         self._send(

@@ -8,10 +8,10 @@ import os
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 from failing_device import CATALOG_POINTS, PAYLOAD_CALLS, FailingDevice
+from python_paths import environment
 from store_kit import Chunks, config_of
 from test_full_device import MOUNT, can_mount
 from waiting import within_seconds
@@ -20,8 +20,6 @@ from tierstore import TierStore
 from tierstore.backend.opening import open_backend
 from tierstore.errors import BackendError
 
-FOLDER = Path(__file__).parent
-ROOT = FOLDER.parent.parent
 CHUNKS = Chunks(65_536)
 STORED, REFUSED = range(8), range(100, 112)
 CODES = [errno.EIO, errno.ENOSPC, errno.EFBIG]
@@ -156,7 +154,7 @@ with chunks.open(config) as store:
 def run_real(path, backend, kind, prefix=()):
     run = subprocess.run(
         [*prefix, sys.executable, "-c", REAL, str(path), backend, kind],
-        env={"PYTHONPATH": f"{ROOT}:{FOLDER}", "PATH": "/usr/bin:/bin"},
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=300,

@@ -3,15 +3,12 @@
 On a file system of its own, in a mount namespace of its own, where the system allows that.
 """
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from python_paths import FAULT_PROGRAMS, environment
 
-FOLDER = Path(__file__).parent
-ROOT = FOLDER.parent.parent
 MOUNT = [
     "unshare",
     "--map-root-user",
@@ -33,10 +30,10 @@ def can_mount(path):
 def test_a_full_device_loses_nothing_and_is_used_again_once_it_is_free(tmp_path, backend):
     if not can_mount(tmp_path):
         pytest.skip("this system does not let us mount a file system of our own")
-    process = [sys.executable, FOLDER / "full_device_process.py", tmp_path, backend]
+    process = [sys.executable, FAULT_PROGRAMS / "full_device_process.py", tmp_path, backend]
     run = subprocess.run(
         [*MOUNT[:-1], MOUNT[-1] + ' && exec "$@"', tmp_path, *process],
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{FOLDER}:{FOLDER.parent}"},
+        env=environment(),
         capture_output=True,
         text=True,
         check=False,
