@@ -11,7 +11,7 @@ from typing import Any
 __all__ = ["PARTS", "Experiment", "Finding", "experiments_of"]
 
 ROOT = Path(__file__).resolve().parent.parent
-FAULTS = ROOT / "tests" / "faults"
+FAULTS = ROOT / "tests" / "faults" / "support"
 BACKENDS = ("file", "lmdb")
 ENDURED = (
     "none",

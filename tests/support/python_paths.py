@@ -8,10 +8,10 @@ __all__ = ["FAULT_PROGRAMS", "FAULT_SUPPORT", "FOLDERS", "ROOT", "TESTS", "envir
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"
-FAULT_SUPPORT = TESTS / "faults"
+FAULT_SUPPORT = TESTS / "faults" / "support"
 """Modules that the tests of faults share; some run by themselves, too."""
 
-FAULT_PROGRAMS = TESTS / "faults"
+FAULT_PROGRAMS = TESTS / "faults" / "programs"
 """What the tests of faults start as processes of their own."""
 
 _SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]

@@ -1,7 +1,8 @@
 """Engines that share one path, started, reset, closed and killed at random.
 
-By hand: `PYTHONPATH=.:tests/faults python tests/faults/shared_path.py --seconds 600 --seed 1`,
-with `--kills 500` for longer, if need be, until so many engines were killed.
+    PYTHONPATH=.:tests/support python tests/faults/support/shared_path.py --seconds 600 --seed 1
+
+With `--kills 500` it runs for longer, if need be, until so many engines were killed.
 Every engine compares every byte that it gets. `du` of the path is taken all the time; if it is too
 large, all engines are stopped and it is taken again, since files may have come and gone under it.
 At the end each engine stores, finds what it stored, and has it found by another process.

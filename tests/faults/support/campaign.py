@@ -1,7 +1,7 @@
 """Campaigns of seeded scenarios, many in one process, each attributed when that process ends.
 
-    PYTHONPATH=.:tests/support python tests/faults/campaign.py damage-file --count 2500
-    PYTHONPATH=.:tests/support python tests/faults/campaign.py calls-lmdb --count 200
+    PYTHONPATH=.:tests/support python tests/faults/support/campaign.py damage-file --count 2500
+    PYTHONPATH=.:tests/support python tests/faults/support/campaign.py calls-lmdb --count 200
 
 Prints one JSON object: how many scenarios there were, what they came to, the longest stall, and the
 first seeds that went wrong, with words. `damage-*`: random damage to the files of closed and killed
