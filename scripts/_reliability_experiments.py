@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 __all__ = ["PARTS", "Experiment", "Finding", "experiments_of"]
 
 ROOT = Path(__file__).resolve().parent.parent
-FAULTS = ROOT / "tests" / "faults"
+FAULTS = ROOT / "tests" / "faults" / "support"
 BACKENDS = ("file", "lmdb")
 ENDURED = (
     "none",
@@ -312,8 +313,9 @@ PARTS: dict[str, Callable[[bool, int], Iterator[Experiment]]] = {
 }
 """By name: makes the experiments of a part."""
 
+_PYTEST = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
 PYTHONPATH = [
-    *(ROOT, ROOT / "adapters" / "vllm", ROOT / "tests", FAULTS, ROOT / "tests" / "vllm"),
+    *(ROOT / name for name in (*_PYTEST["pythonpath"], "tests/vllm")),
     *(Path(path) for path in sys.path if path.endswith("site-packages")),
 ]
-"""Of every process."""
+"""Of every process: what tests import from, and the lab of vLLM."""

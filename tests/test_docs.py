@@ -1,5 +1,4 @@
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -8,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from source_tree import ROOT
+from python_paths import ROOT, environment
 
 from tierstore.config import emit_json_schema, load_config
 from tierstore.config.yaml_text import parse_yaml
@@ -51,9 +50,8 @@ def yaml_keys() -> Iterator[str]:
 
 @pytest.mark.parametrize("text", blocks("python"))
 def test_a_python_block_runs(text: str, tmp_path: Path) -> None:
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "adapters" / "vllm")])
     subprocess.run(
-        [sys.executable, "-c", text], cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths},
+        [sys.executable, "-c", text], cwd=tmp_path, env=environment(),
         check=True, timeout=60,
     )  # fmt: skip
 

@@ -1,9 +1,9 @@
-import os
 import subprocess
 import sys
 import tomllib
 
-from source_tree import CORE_FILES, PACKAGE_FILES, ROOT, imported_names
+from python_paths import ROOT, environment
+from source_tree import CORE_FILES, PACKAGE_FILES, imported_names
 
 
 def test_imports_go_downwards_only() -> None:
@@ -12,7 +12,7 @@ def test_imports_go_downwards_only() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code, "--no-cache"],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'adapters' / 'vllm'}"},
+        env=environment(),
         capture_output=True,
         text=True,
         check=False,

@@ -5,7 +5,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from source_tree import PACKAGE_FILES, ROOT, name_of, tree_of
+from python_paths import ROOT, environment
+from source_tree import PACKAGE_FILES, name_of, tree_of
 
 PUBLIC_FILES = [
     path
@@ -106,5 +107,7 @@ def test_importing_tierstore_is_light() -> None:
         "rich",
     }
     code = f"import sys, tierstore; print(sorted({heavy!r} & sys.modules.keys()))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"

@@ -1,5 +1,6 @@
 import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from source_tree import (
 
 MODULE_LINES_MAX = 500
 FUNCTION_LINES_MAX = 70
+FOLDER_MODULES_MAX = 16
+WITHOUT_ROOMS = {"tests/vllm"}  # labs, engines and tests in one folder: not divided yet
 ALL_FILES = [*PACKAGE_FILES, *SCRIPT_FILES, *TEST_FILES]
 
 
@@ -33,6 +36,21 @@ def test_a_function_fits_on_a_screen(path: Path) -> None:
     ]
     lengths = {node.name: (node.end_lineno or 0) - node.lineno + 1 for node in functions}
     assert {name: lines for name, lines in lengths.items() if lines > FUNCTION_LINES_MAX} == {}
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in ALL_FILES}), ids=name_of)
+def test_a_folder_holds_few_enough_modules_to_know(folder: Path) -> None:
+    modules = [path.name for path in ALL_FILES if path.parent == folder]
+    if name_of(folder) in WITHOUT_ROOMS:
+        assert len(modules) > FOLDER_MODULES_MAX, "it has its rooms now: take it off the list"
+    else:
+        assert len(modules) <= FOLDER_MODULES_MAX, modules
+
+
+def test_no_two_modules_of_the_tests_have_one_name() -> None:
+    """They are all imported by their bare names, from folders that are no packages."""
+    counts = Counter(path.stem for path in TEST_FILES if path.stem != "conftest")
+    assert [name for name, count in counts.items() if count > 1] == []
 
 
 def test_threads_and_processes_are_started_only_by_the_io_pool() -> None:

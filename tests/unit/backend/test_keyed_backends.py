@@ -7,6 +7,7 @@ import sys
 import pytest
 from keyed import KINDS, codec_of
 from opened_backend import MODES, opened
+from python_paths import environment
 
 from tierstore.backend.late import LateBackend
 from tierstore.errors import BackendError, ConfigError, MissingExtraError
@@ -95,9 +96,9 @@ resource.setrlimit(resource.RLIMIT_AS, before)
 check.examine(0, 1)
 print(check.verified().tolist(), not any(slot[:4096]))
 """
-    paths = [path for path in sys.path if path]
     done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path[:0] = {paths!r}\n{code}"],
+        [sys.executable, "-c", code],
+        env=environment(),
         capture_output=True,
         text=True,
         check=False,

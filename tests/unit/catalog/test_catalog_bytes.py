@@ -1,15 +1,14 @@
 """What a catalog takes of the capacity: measured, bounded, and not for ever after a bad moment."""
 
-import os
 import random
 import signal
 import subprocess
 import sys
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from catalog_harness import MIB, Harness
+from python_paths import environment
 
 from tierstore.catalog.messages import (
     CommitTicket,
@@ -23,8 +22,6 @@ from tierstore.catalog.messages import (
 )
 from tierstore.layout import PAGE_BYTES
 from tierstore.lmdb_env.env import LmdbEnv
-
-ROOT = Path(__file__).parents[3]
 
 READER = """
 import sys
@@ -44,7 +41,7 @@ def stopped_reader(path):
     """Let another process stop within a read transaction."""
     process = subprocess.Popen(
         [sys.executable, "-c", READER, path],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -211,7 +208,6 @@ LIMITED = """
 import resource, sys
 from pathlib import Path
 resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
-sys.path[:0] = sys.argv[2:]
 from catalog_harness import Harness
 harness = Harness(Path(sys.argv[1]))
 harness.store(1, 2)
@@ -220,9 +216,9 @@ print(harness.located(1, 2), harness.catalog._env.map_bytes() < 4 << 30)
 
 
 def test_a_process_of_few_addresses_opens_the_catalog_all_the_same(tmp_path):
-    tests = Path(__file__).parents[2]
     run = subprocess.run(
-        [sys.executable, "-c", LIMITED, tmp_path, ROOT, tests],
+        [sys.executable, "-c", LIMITED, tmp_path],
+        env=environment(),
         capture_output=True,
         text=True,
         check=False,

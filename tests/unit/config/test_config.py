@@ -10,6 +10,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from python_paths import ROOT, environment
 
 from tierstore.config import (
     BreakerConfig,
@@ -28,7 +29,7 @@ from tierstore.config import (
 from tierstore.config.sections import Document
 from tierstore.errors import ConfigError
 
-CONFIGS = Path(__file__).parents[3] / "configs"
+CONFIGS = ROOT / "configs"
 CONFIG_FILES = sorted(CONFIGS.glob("*.yaml"))
 
 
@@ -366,7 +367,9 @@ def test_a_file_that_is_not_there_is_a_config_error(tmp_path: Path) -> None:
 
 def test_importing_the_package_does_not_import_pydantic_or_yaml() -> None:
     code = "import sys, tierstore.config; print({'pydantic', 'yaml'} & sys.modules.keys())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "set()"
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from source_tree import ROOT
+from python_paths import environment
 from store_kit import Chunks, config_of
 
 from tierstore import (
@@ -385,7 +385,7 @@ def test_a_process_that_is_short_of_memory_gets_errors_of_ours(tmp_path, backend
         [sys.executable, "-c", SHORT_OF_MEMORY, backend, str(tmp_path / "tier")],
         capture_output=True,
         text=True,
-        cwd=ROOT,
+        env=environment(),
         timeout=300,
         check=False,
     )

@@ -1,20 +1,17 @@
 """Stores that nobody closes: dropped, left open at the exit of the interpreter, or forked."""
 
 import gc
-import os
 import subprocess
 import sys
 import warnings
 import weakref
-from pathlib import Path
 
 import pytest
 from open_resources import are_given_back, open_resources
+from python_paths import environment
 from store_kit import Chunks, config_of
 from waiting import within_seconds
 
-FOLDER = Path(__file__).parent
-ROOT = FOLDER.parents[2]
 CHUNKS = Chunks(65_536)
 
 
@@ -129,7 +126,7 @@ if sys.argv[2] == "busy":
 def run_script(path, kind):
     return subprocess.run(
         [sys.executable, "-W", "error::ResourceWarning", "-c", SCRIPT, str(path), kind],
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'faults'}"},
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=100,

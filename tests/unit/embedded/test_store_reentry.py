@@ -14,10 +14,10 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
+from python_paths import ROOT
 from store_kit import Chunks, config_of
 
 from tierstore import TierStore
@@ -38,7 +38,6 @@ TRACED = {
     "policy": "arc lru",
     ".": "io_pool",
 }
-ROOT = Path(__file__).parents[3]
 TRACED_FILES = tuple(
     str((ROOT / "tierstore" / room / f"{name}.py").resolve(strict=True))
     for room, names in TRACED.items()

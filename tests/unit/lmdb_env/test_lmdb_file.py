@@ -4,17 +4,16 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from random import Random
 
 import pytest
+from python_paths import environment
 
 from tierstore.device.directory import Directory
 from tierstore.errors import BackendError
 from tierstore.lmdb_env.env import LmdbEnv
 from tierstore.lmdb_env.lock import library_lock
 
-ROOT = Path(__file__).parents[3]
 MAP_BYTES = 1 << 22
 
 HOLDER = """
@@ -64,7 +63,7 @@ def flip(path, at):
 def start_holder(path):
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER, path],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

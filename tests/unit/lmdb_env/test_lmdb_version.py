@@ -5,7 +5,7 @@ import tomllib
 import lmdb
 import numpy as np
 from packaging.requirements import Requirement
-from source_tree import ROOT
+from python_paths import ROOT
 
 from tierstore.lmdb_env.page import META_DTYPE
 from tierstore.lmdb_env.verify import find_damage

@@ -5,7 +5,7 @@ import tomllib
 
 import audit
 import pytest
-from source_tree import ROOT
+from python_paths import ROOT
 
 
 def package(name, *vulnerabilities, **changes):

@@ -1,7 +1,6 @@
 import copy
 import itertools
 import json
-import os
 import subprocess
 import sys
 
@@ -10,7 +9,7 @@ import pytest
 from bench import dma_devices
 from bench.dma_devices import CpuDevice, CudaDevice
 from bench.dma_summary import summary
-from source_tree import ROOT
+from python_paths import ROOT, environment
 
 from tierstore.testing.fake_cuda import FakeCuda
 
@@ -19,12 +18,11 @@ def test_the_copy_benchmark_runs_without_a_gpu_and_says_so(tmp_path) -> None:
     report = tmp_path / "report.json"
     command = [sys.executable, ROOT / "scripts" / "bench_dma.py", "--device", "cpu"]
     tiny = ["--pages", "4", "64", "--chunks", "64", "--mib", "1", "--repeats", "1"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [*command, *tiny, "--json", report],
         capture_output=True,
         text=True,
-        env=environment,
+        env=environment(),
         check=True,
     )
     assert "no GPU" in done.stdout

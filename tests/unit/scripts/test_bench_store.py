@@ -1,9 +1,8 @@
 import json
-import os
 import subprocess
 import sys
 
-from source_tree import ROOT
+from python_paths import ROOT, environment
 
 
 def run_script(name, *arguments):
@@ -11,7 +10,7 @@ def run_script(name, *arguments):
         [sys.executable, ROOT / "scripts" / name, *arguments],
         capture_output=True,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=environment(),
         check=False,
     )
 

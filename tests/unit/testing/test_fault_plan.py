@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from python_paths import environment
 from waiting import within_seconds
 
 from tierstore import TierStore, load_config
@@ -221,7 +222,8 @@ def test_a_process_dies_in_the_middle_of_a_write(tmp_path, file, kind, status):
         fd = os.open(sys.argv[1], os.O_RDWR)
         FaultPlan(rule).open_system(config).pwritev(fd, [memoryview(b"x" * 4096)], 0)
     """
-    done = subprocess.run([sys.executable, "-c", code, file, kind], check=False, timeout=300)
+    command = [sys.executable, "-c", code, file, kind]
+    done = subprocess.run(command, env=environment(), check=False, timeout=300)
     assert done.returncode == status
     assert file.read_bytes() == b"x" * 700 + bytes(len(CONTENT) - 700)
 

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import time
 from pathlib import Path
 
 import lmdb
+from python_paths import environment
 
 from tierstore.catalog.messages import Committed, Evicted, Freed, Placed
 from tierstore.config import SecondaryConfig
@@ -72,14 +72,11 @@ def store(tier, *numbers, ticket=1, manifest=MANIFEST):
 
 
 def start_writer(path, first, count):
-    environment = dict(os.environ)
-    here = Path(__file__)
     alias = path.parent / "modules"
     alias.mkdir(exist_ok=True)
-    (alias / "tests_secondary.py").write_text(here.read_text())
-    environment["PYTHONPATH"] = f"{alias}:{here.parents[3]}"
+    (alias / "tests_secondary.py").write_text(Path(__file__).read_text())
     command = [sys.executable, "-c", WRITER, str(path), str(first), str(count)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, env=environment(alias), stdout=subprocess.PIPE, text=True)
 
 
 def test_places_commits_and_releases_flow_through_the_writer_thread(tmp_path):

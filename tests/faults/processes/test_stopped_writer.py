@@ -7,15 +7,13 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
+from python_paths import environment
 
 from tierstore.errors import BackendBusyError
 from tierstore.lmdb_env.env import LmdbEnv
 
-ROOT = Path(__file__).parent.parent.parent
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 MAP_BYTES = 1 << 22
 
 STOPPING = """
@@ -60,7 +58,7 @@ print(json.dumps([count, longest]), flush=True)
 def started(program, *arguments):
     return subprocess.Popen(
         [sys.executable, "-c", program, *map(str, arguments)],
-        env=ENVIRONMENT,
+        env=environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -8,20 +8,18 @@ import os
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 from failing_device import CATALOG_POINTS, PAYLOAD_CALLS, FailingDevice
+from python_paths import environment
+from small_mount import on_small_mount
 from store_kit import Chunks, config_of
-from test_full_device import MOUNT, can_mount
 from waiting import within_seconds
 
 from tierstore import TierStore
 from tierstore.backend.opening import open_backend
 from tierstore.errors import BackendError
 
-FOLDER = Path(__file__).parent
-ROOT = FOLDER.parent.parent
 CHUNKS = Chunks(65_536)
 STORED, REFUSED = range(8), range(100, 112)
 CODES = [errno.EIO, errno.ENOSPC, errno.EFBIG]
@@ -153,10 +151,14 @@ with chunks.open(config) as store:
 """
 
 
-def run_real(path, backend, kind, prefix=()):
+def command_of(path, backend, kind):
+    return [sys.executable, "-c", REAL, str(path), backend, kind]
+
+
+def run_real(command):
     run = subprocess.run(
-        [*prefix, sys.executable, "-c", REAL, str(path), backend, kind],
-        env={"PYTHONPATH": f"{ROOT}:{FOLDER}", "PATH": "/usr/bin:/bin"},
+        command,
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=300,
@@ -170,7 +172,7 @@ def run_real(path, backend, kind, prefix=()):
 
 @pytest.mark.parametrize("backend", ["file", "lmdb"])
 def test_a_flush_beyond_the_limit_of_a_files_size_is_told_and_made_good(tmp_path, backend):
-    message = run_real(tmp_path, backend, "size")
+    message = run_real(command_of(tmp_path, backend, "size"))
     assert "tier disk: " in message
     assert "chunks" in message
     assert "EFBIG" in message or "File too large" in message
@@ -178,9 +180,6 @@ def test_a_flush_beyond_the_limit_of_a_files_size_is_told_and_made_good(tmp_path
 
 @pytest.mark.parametrize("backend", ["file", "lmdb"])
 def test_a_flush_to_a_full_device_is_told_and_made_good(tmp_path, backend):
-    if not can_mount(tmp_path):
-        pytest.skip("this system does not let us mount a file system of our own")
-    mount = [*MOUNT[:-1], MOUNT[-1] + ' && exec "$@"', tmp_path]
-    message = run_real(tmp_path, backend, "full", mount)
+    message = run_real(on_small_mount(tmp_path, command_of(tmp_path, backend, "full")))
     assert "tier disk: " in message
     assert "ENOSPC" in message or "No space left" in message or "MDB_MAP_FULL" in message

@@ -1,6 +1,6 @@
 """One store under load, while something happens to its device: what came of each call.
 
-    PYTHONPATH=.:tests:tests/faults python tests/faults/endurance.py EIO --backend file --seed 1
+    PYTHONPATH=.:tests/support python tests/faults/support/endurance.py EIO --backend file
 
 One thread stores and loads chunks that the disk has, another one only what is in memory, a third
 one flushes. The fault begins, ends, and the store has to come back by itself; then another store

@@ -5,9 +5,9 @@ import signal
 import subprocess
 import sys
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
+from python_paths import FAULT_PROGRAMS, environment
 from store_kit import Chunks, config_of
 from waiting import within_seconds
 
@@ -15,7 +15,6 @@ from tierstore import TierStore
 from tierstore.embedded.planes import Patience
 from tierstore.errors import BackendError
 
-FOLDER = Path(__file__).parent
 CHUNKS = Chunks(4096)
 PATIENCE = Patience(put_seconds=0.2, flush_seconds=1, close_seconds=20)
 
@@ -33,8 +32,8 @@ def opened(path, backend):
 @contextmanager
 def neighbour(path, backend, point):
     process = subprocess.Popen(
-        [sys.executable, FOLDER / "stopping_process.py", path, backend, point],
-        env=os.environ | {"PYTHONPATH": f"{FOLDER.parent.parent}:{FOLDER}"},
+        [sys.executable, FAULT_PROGRAMS / "stopping_process.py", path, backend, point],
+        env=environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

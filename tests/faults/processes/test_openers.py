@@ -9,16 +9,13 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
+from python_paths import FAULT_PROGRAMS, environment
 
 from tierstore.errors import BackendError
 from tierstore.lmdb_env.env import LmdbEnv
 
-FOLDER = Path(__file__).parent
-ROOT = FOLDER.parent.parent
-ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}:{FOLDER}"}
 MAP_BYTES = 1 << 22
 PATIENCE_SECONDS = 300
 """For processes that hang if the test is right; a slow machine needs some of it."""
@@ -58,7 +55,7 @@ def running(path, *what, wrapper=()):
     """Run a process that uses the environment, up to the point that `what` says."""
     process = subprocess.Popen(
         [*wrapper, sys.executable, "-c", USER, path, *what],
-        env=ENVIRONMENT,
+        env=environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -84,8 +81,8 @@ def open_at_once(path, *, count, seed, delay_seconds):
     """Let so many processes open, use and close the environment; return what they complain of."""
     job = {"path": str(path), "count": count, "seed": seed, "delay_seconds": delay_seconds}
     process = subprocess.Popen(
-        [sys.executable, FOLDER / "openers_process.py"],
-        env=ENVIRONMENT,
+        [sys.executable, FAULT_PROGRAMS / "openers_process.py"],
+        env=environment(),
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -235,7 +232,7 @@ LmdbEnv.open(Path(sys.argv[1]), map_bytes=1 << 22)
 """
     process = subprocess.Popen(
         [sys.executable, "-c", forks, tmp_path],
-        env=ENVIRONMENT,
+        env=environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fuse_directory import HangingDirectory, why_there_is_none
+from python_paths import environment
 from store_kit import MIB
 
 from tierstore.testing.faults import FaultPlan, FaultRule
@@ -96,7 +97,7 @@ def _stopped(folder: Path) -> Iterator[tuple[Path, Fault]]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        env=environment(),
     )
     assert process.stdin is not None
     assert process.stdout is not None

@@ -6,16 +6,15 @@ of its own over a directory that hangs (`fuse_directory`), and the writeback is 
 """
 
 import ctypes
-import os
 import subprocess
 import sys
 import textwrap
 from contextlib import ExitStack
-from pathlib import Path
 from threading import Timer
 
 import pytest
 from fuse_directory import HangingDirectory, why_there_is_none
+from python_paths import environment
 from waiting import within_seconds
 
 pytestmark = [
@@ -23,7 +22,6 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
-TESTS = Path(__file__).parents[1]
 START_WRITEBACK = 2
 """SYNC_FILE_RANGE_WRITE: does not wait for its end."""
 SILENCE_SECONDS_MAX = 60
@@ -60,7 +58,7 @@ class Store:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path, str(TESTS)])},
+            env=environment(),
         )
 
     def __enter__(self):

@@ -4,11 +4,12 @@ import ast
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from python_paths import ROOT, TESTS
+
 PACKAGES = (ROOT / "tierstore", ROOT / "adapters" / "vllm" / "tierstore_vllm")
 CORE_FILES = sorted(PACKAGES[0].rglob("*.py"))
 PACKAGE_FILES = sorted(path for package in PACKAGES for path in package.rglob("*.py"))
-TEST_FILES = sorted((ROOT / "tests").rglob("*.py"))
+TEST_FILES = sorted(TESTS.rglob("*.py"))
 SCRIPT_FILES = sorted((ROOT / "scripts").rglob("*.py"))
 
 

@@ -1,7 +1,8 @@
 """Engines that share one path, started, reset, closed and killed at random.
 
-By hand: `PYTHONPATH=.:tests/faults python tests/faults/shared_path.py --seconds 600 --seed 1`,
-with `--kills 500` for longer, if need be, until so many engines were killed.
+    PYTHONPATH=.:tests/support python tests/faults/support/shared_path.py --seconds 600 --seed 1
+
+With `--kills 500` it runs for longer, if need be, until so many engines were killed.
 Every engine compares every byte that it gets. `du` of the path is taken all the time; if it is too
 large, all engines are stopped and it is taken again, since files may have come and gone under it.
 At the end each engine stores, finds what it stored, and has it found by another process.
@@ -10,7 +11,6 @@ At the end each engine stores, finds what it stored, and has it found by another
 import argparse
 import dataclasses
 import json
-import os
 import random
 import select
 import signal
@@ -21,10 +21,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from python_paths import FAULT_PROGRAMS, environment
 from store_kit import MIB, config_of, du
-
-FOLDER = Path(__file__).parent
-ROOT = FOLDER.parent.parent
 
 CAPACITY_BYTES = 48 * MIB
 CHUNK_BYTES = {"small": 4096, "middle": 65_536, "large": 262_144}
@@ -85,11 +83,11 @@ class EngineProcess:
         self._log = log
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, FOLDER / "sharing_process.py"],
+                [sys.executable, FAULT_PROGRAMS / "sharing_process.py"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                env=os.environ | {"PYTHONPATH": f"{ROOT}:{FOLDER}"},
+                env=environment(),
             )
         self.is_open = False
         self._send(

@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from python_paths import environment
 from store_kit import Chunks, config_of, misses
 
 from tierstore.errors import TierStoreError
 
-ROOT = Path(__file__).parents[2]
 PAGE = 4096
 PATIENCE_SECONDS = 60
 OLD = range(120)
@@ -44,7 +44,7 @@ def trials(folder: Path, backend: str, state: str, seeds: range) -> Iterator[Tri
     arguments = [folder, backend, state, str(seeds.start), str(len(seeds))]
     with subprocess.Popen(
         [sys.executable, __file__, *arguments],
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"},
+        env=environment(),
         stdout=subprocess.PIPE,
         text=True,
     ) as process:

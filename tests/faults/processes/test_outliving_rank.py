@@ -1,16 +1,15 @@
 """A data plane that outlives its control plane writes only what is accounted for."""
 
 import json
-import os
 import pickle
 import signal
 import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
+from python_paths import FAULT_PROGRAMS, environment
 from store_kit import MIB, Chunks, config_of, du
 
 from tierstore.config import load_config
@@ -18,8 +17,6 @@ from tierstore.executor import TransferExecutor
 from tierstore.metrics import Counters
 from tierstore.transfer import FailureReason
 
-FOLDER = Path(__file__).parent
-ROOT = FOLDER.parent.parent
 CHUNKS = Chunks(262_144)
 COUNT = 64
 CAPACITY = 32 * MIB
@@ -50,11 +47,11 @@ def data_plane(config):
 def control_plane(config):
     """Run a control plane that has reserved places; yield it and the demotes."""
     process = subprocess.Popen(
-        [sys.executable, FOLDER / "planning_process.py"],
+        [sys.executable, FAULT_PROGRAMS / "planning_process.py"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{FOLDER}"},
+        env=environment(),
     )
     try:
         job = {"config": config, "chunk_bytes": CHUNKS.chunk_bytes, "count": COUNT}

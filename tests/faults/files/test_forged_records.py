@@ -8,6 +8,7 @@ import sys
 import pytest
 from forging import key_of, plain_header, records_below, rewrite, with_checksum
 from keyed import KINDS, key_file, secret_of
+from python_paths import environment
 from store_kit import Chunks, config_of, misses
 from xxhash import xxh3_64_intdigest
 
@@ -312,7 +313,9 @@ except MissingExtraError as error:
 del plain["secondary"][0]["integrity"]
 TierStore.open(plain, Manifest.simple("m", 65536)).close()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True
+    )
     assert "tierstore[integrity]" in done.stdout
 
 

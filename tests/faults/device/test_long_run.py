@@ -4,18 +4,15 @@ Method: `long_run`, in a process of its own; by hand it runs with a million chun
 """
 
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from filesystems import mounted
 from long_run import LongRun
+from python_paths import FAULT_SUPPORT, environment
 from store_kit import MIB
 
-FOLDER = Path(__file__).parent
-PATHS = [FOLDER.parent.parent, FOLDER.parent, FOLDER]
 SECONDS_MAX = 900
 CHUNKS = 60_000
 FAULT_EVERY = 60
@@ -34,12 +31,12 @@ def ran(path, backend, *more):
     run = subprocess.run(
         [
             sys.executable,
-            FOLDER / "long_run.py",
+            FAULT_SUPPORT / "long_run.py",
             path,
             *[str(word) for pair in options.items() for word in pair],
             *more,
         ],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, PATHS))},
+        env=environment(),
         capture_output=True,
         text=True,
         check=False,

@@ -1,7 +1,7 @@
 """Campaigns of seeded scenarios, many in one process, each attributed when that process ends.
 
-    python tests/faults/campaign.py damage-file --count 2500 --first 1 --jobs 2
-    python tests/faults/campaign.py calls-lmdb --count 200
+    PYTHONPATH=.:tests/support python tests/faults/support/campaign.py damage-file --count 2500
+    PYTHONPATH=.:tests/support python tests/faults/support/campaign.py calls-lmdb --count 200
 
 Prints one JSON object: how many scenarios there were, what they came to, the longest stall, and the
 first seeds that went wrong, with words. `damage-*`: random damage to the files of closed and killed
@@ -28,7 +28,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from python_paths import environment
+
 SECONDS_MAX = 600
 """A scenario that takes longer is a hang; each flush of a tier that cannot open takes seconds."""
 
@@ -113,7 +114,7 @@ def _one_process(kind: str, seeds: range, place: Path, words, seconds_max: float
     numbers = [str(number) for number in (seeds.start, seeds.stop, seeds.step)]
     with subprocess.Popen(
         [sys.executable, __file__, "--worker", kind, str(place), *numbers],
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"},
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=words,
         text=True,

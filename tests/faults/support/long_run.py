@@ -1,6 +1,6 @@
 """Very many chunks through one store, with evictions and a device that fails now and then.
 
-    PYTHONPATH=.:tests:tests/faults python tests/faults/long_run.py PATH --chunks 1000000
+    PYTHONPATH=.:tests/support python tests/faults/support/long_run.py PATH --chunks 1000000
 
 Goal: memory, descriptors and threads stay as they are after the beginning, and what lies below the
 path stays below the capacity. The last line is what was seen.

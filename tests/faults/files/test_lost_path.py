@@ -1,6 +1,5 @@
 """The path of a tier is removed, moved or replaced while stores use it."""
 
-import os
 import shutil
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from python_paths import environment
 from store_kit import MIB, Chunks, config_of, du
 from waiting import within_seconds
 
@@ -17,7 +17,6 @@ from tierstore import TierStore
 from tierstore.embedded.planes import Patience
 from tierstore.errors import BackendError
 
-FOLDER = Path(__file__).parent
 CAPACITY = 16 * MIB
 SAMPLE_COUNT = 4
 CHUNKS = Chunks(65_536)
@@ -158,7 +157,7 @@ def test_engines_in_processes_follow_a_second_one_that_opens_the_path_anew(tmp_p
     engines = [
         subprocess.Popen(
             [sys.executable, "-c", ENGINE, path, backend, str(first)],
-            env=os.environ | {"PYTHONPATH": f"{FOLDER.parent.parent}:{FOLDER}:{FOLDER.parent}"},
+            env=environment(Path(__file__).parent),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -1,29 +1,26 @@
 """kill -9 in the middle of storing: the next process opens, finds order, and no wrong byte."""
 
 import json
-import os
 import random
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from python_paths import FAULT_PROGRAMS, environment
 from store_kit import MIB, Chunks, config_of, du
 
-FOLDER = Path(__file__).parent
-ROOT = FOLDER.parent.parent
 CHUNK_BYTES = 65_536
 
 
 def store_until_killed(config, first, seconds):
     """Start a writer, kill it so many seconds after its first put; return how far it came."""
     process = subprocess.Popen(
-        [sys.executable, FOLDER / "writing_process.py"],
+        [sys.executable, FAULT_PROGRAMS / "writing_process.py"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{FOLDER}"},
+        env=environment(),
     )
     try:
         process.stdin.write(

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from python_paths import environment
 from store_kit import MIB, Chunks, config_of, du
 
 CHUNKS = Chunks(65_536)
@@ -183,13 +184,9 @@ def test_a_process_short_of_descriptors_loses_nothing(tmp_path, backend):
     path = tmp_path / "tier"
     config = configured(path, backend)
     fill(config)
-    here = Path(__file__).parent
-    env = os.environ | {
-        "PYTHONPATH": os.pathsep.join([*sys.path, str(here), str(here.parent)]),
-    }
     result = subprocess.run(
         [sys.executable, "-c", FEW_DESCRIPTORS, path, backend],
-        env=env,
+        env=environment(Path(__file__).parent),
         capture_output=True,
         text=True,
         check=False,

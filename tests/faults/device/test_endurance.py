@@ -5,16 +5,13 @@ hand it runs as long and as often as one likes.
 """
 
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from broken_devices import FAULTS, why_not_here
+from python_paths import FAULT_SUPPORT, environment
 
-FOLDER = Path(__file__).parent
-PATHS = [FOLDER.parent.parent, FOLDER.parent, FOLDER]
 SECONDS_MAX = 600
 BROKEN_SECONDS = 1.5
 STALL_SECONDS_MAX = 5
@@ -28,8 +25,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * SECONDS_MAX)]
 def endured(fault, backend, seed):
     arguments = ["--backend", backend, "--seed", str(seed), "--broken-seconds", str(BROKEN_SECONDS)]
     run = subprocess.run(
-        [sys.executable, FOLDER / "endurance.py", fault, *arguments],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, PATHS))},
+        [sys.executable, FAULT_SUPPORT / "endurance.py", fault, *arguments],
+        env=environment(),
         capture_output=True,
         text=True,
         check=False,
