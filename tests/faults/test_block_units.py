@@ -12,7 +12,7 @@ from filesystems import mounted, sampled
 from store_kit import MIB, Chunks, config_of, du
 
 from tierstore import TierStore
-from tierstore.backend.file import FileBackend
+from tierstore.backend.segments.backend import FileBackend
 from tierstore.catalog.messages import Evict, Placed, RemoveKeys, TouchKeys
 from tierstore.device.system import SystemCalls
 from tierstore.errors import BackendError, ConfigError

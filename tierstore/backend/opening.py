@@ -4,10 +4,10 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from tierstore.backend.file import FileBackend
 from tierstore.backend.inventory import rank_directories
-from tierstore.backend.lmdb import LmdbBackend
+from tierstore.backend.lmdb.backend import LmdbBackend
 from tierstore.backend.protocol import Backend
+from tierstore.backend.segments.backend import FileBackend
 from tierstore.codec.opening import open_codec
 from tierstore.config import SecondaryConfig
 from tierstore.device.block_units import forbid_speculation, measure_units

@@ -3,7 +3,7 @@
 import pytest
 from counted_writes import CountedWrites
 
-from tierstore.backend.lmdb import LmdbBackend
+from tierstore.backend.lmdb.backend import LmdbBackend
 from tierstore.testing.backend_conformance import Extent, write_extent
 
 MAP_BYTES = 8 << 20

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tierstore.backend.inventory import segment_name
-from tierstore.backend.seen_files import SeenFiles
+from tierstore.backend.segments.seen_files import SeenFiles
 from tierstore.device.block_units import UNSUPPORTED
 from tierstore.device.directory import Directory
 from tierstore.device.marker import open_below

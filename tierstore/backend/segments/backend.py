@@ -16,7 +16,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.backend.extent import (
+from tierstore.backend.failure import FailureLog, name_of, reason_of, unread_reason_of
+from tierstore.backend.protocol import RecordIo
+from tierstore.backend.segments.extent import (
     ReadPart,
     ReadRun,
     end_page,
@@ -24,11 +26,9 @@ from tierstore.backend.extent import (
     split_extents,
     valid_places,
 )
-from tierstore.backend.failure import FailureLog, name_of, reason_of, unread_reason_of
-from tierstore.backend.header_cache import HeaderCache
-from tierstore.backend.probe import probe
-from tierstore.backend.protocol import RecordIo
-from tierstore.backend.segment import Segment, SegmentFiles
+from tierstore.backend.segments.files import Segment, SegmentFiles
+from tierstore.backend.segments.header_cache import HeaderCache
+from tierstore.backend.segments.probe import probe
 from tierstore.bounded_log import bounded
 from tierstore.codec.plain import PlainCodec, ReadBatch, RecordCodec
 from tierstore.codec.record import EXTENT_RECORDS_MAX, HEADER_BYTES, Mismatch, parse_places
