@@ -16,7 +16,7 @@ from tierstore.backend.segments.backend import FileBackend
 from tierstore.catalog.messages import Evict, Placed, RemoveKeys, TouchKeys
 from tierstore.device.system import SystemCalls
 from tierstore.errors import BackendError, ConfigError
-from tierstore.testing.backend_conformance import Extent, write_extent
+from tierstore.testing.extents import Extent, write_extent
 from tierstore.transfer import PageRun
 
 

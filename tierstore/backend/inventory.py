@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tierstore.config import SecondaryConfig
-from tierstore.device.directory import FILE_MODE, Directory
+from tierstore.device.directory import Directory
 from tierstore.device.marker import MARKER_NAME
+from tierstore.device.ownership import FILE_MODE
 from tierstore.device.remedies import explain
 from tierstore.errors import BackendError, BackendForeignError
 from tierstore.geometry import SpaceGeometry

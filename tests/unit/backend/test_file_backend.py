@@ -16,7 +16,7 @@ from tierstore.codec.record import EXTENT_RECORDS_MAX, HEADER_BYTES
 from tierstore.device.system import SystemCalls
 from tierstore.errors import BackendError
 from tierstore.layout import PAGE_BYTES
-from tierstore.testing.backend_conformance import (
+from tierstore.testing.extents import (
     SEGMENT_BYTES,
     Extent,
     descriptor_count,

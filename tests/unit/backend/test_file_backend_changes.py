@@ -14,7 +14,7 @@ from tierstore.backend.segments.backend import FileBackend
 from tierstore.device.marker import claim
 from tierstore.device.system import SystemCalls
 from tierstore.layout import PAGE_BYTES
-from tierstore.testing.backend_conformance import (
+from tierstore.testing.extents import (
     SEGMENT_BYTES,
     SEGMENT_PAGES,
     Extent,

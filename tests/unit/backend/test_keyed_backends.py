@@ -11,7 +11,7 @@ from opened_backend import MODES, opened
 from tierstore.backend.reopening import ReopeningBackend
 from tierstore.errors import BackendError, ConfigError, MissingExtraError
 from tierstore.layout import PAGE_BYTES
-from tierstore.testing.backend_conformance import Extent, descriptor_count, write_extent
+from tierstore.testing.extents import Extent, descriptor_count, write_extent
 from tierstore.testing.faults import FaultSchedule, FaultySystem, ShortIoSystem
 from tierstore.transfer import FailureReason
 

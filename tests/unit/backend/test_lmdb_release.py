@@ -4,7 +4,7 @@ import pytest
 from counted_writes import CountedWrites
 
 from tierstore.backend.lmdb.backend import LmdbBackend
-from tierstore.testing.backend_conformance import Extent, write_extent
+from tierstore.testing.extents import Extent, write_extent
 
 MAP_BYTES = 8 << 20
 

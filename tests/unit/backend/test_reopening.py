@@ -4,7 +4,7 @@ import shutil
 
 from tierstore.backend.lmdb.backend import LmdbBackend
 from tierstore.backend.reopening import ReopeningBackend
-from tierstore.testing.backend_conformance import Extent, write_extent
+from tierstore.testing.extents import Extent, write_extent
 
 
 def test_a_database_that_goes_just_after_it_was_opened_is_made_again(tmp_path):
