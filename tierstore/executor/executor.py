@@ -135,7 +135,7 @@ class TransferExecutor:
                     caches.device,
                     config.gpu,
                     counters=counters,
-                    spawn=None if background is None else background.submit_read,
+                    spawn=None if background is None else background.submit_urgent,
                     compute_stream=compute_stream,
                 )
                 undo.callback(engine.close)
@@ -240,7 +240,7 @@ class TransferExecutor:
     def begin_sync(self, tier_idx: int, also: AfterSync) -> PendingSync:
         """Flush a tier's payload to its device, then call `also`, in a thread of the tier."""
         tier, sync = self._tiers[tier_idx], PendingSync()
-        tier.pool.submit_write(partial(self._sync, tier.backend, also, sync))
+        tier.pool.submit_deferred(partial(self._sync, tier.backend, also, sync))
         return sync
 
     def close(self, timeout_seconds: float = _CLOSE_SECONDS) -> None:
@@ -312,7 +312,7 @@ class TransferExecutor:
             for span in spans:
                 task = partial(self._read, job, tier, span, index)
                 if tier.gate.admit(task, self._held_bytes(span)):
-                    tier.pool.submit_read(task)
+                    tier.pool.submit_urgent(task)
 
     def _start_demote(self, job: Job, demote: Demote) -> None:
         tier = self._tiers[demote.tier_idx]
@@ -321,13 +321,13 @@ class TransferExecutor:
         with self._lock:
             self._accept(job, tier, len(spans))
         for span in spans:
-            tier.pool.submit_write(partial(self._write, job, tier, demote.owner, span))
+            tier.pool.submit_deferred(partial(self._write, job, tier, demote.owner, span))
 
     def _start_release(self, job: Job, release: Release) -> None:
         tier = self._tiers[release.tier_idx]
         with self._lock:
             self._accept(job, tier, 1)
-        tier.pool.submit_write(partial(self._release, job, tier, release))
+        tier.pool.submit_deferred(partial(self._release, job, tier, release))
 
     def _accept(self, job: Job, tier: TierIo, task_count: int) -> None:
         """Count tasks that are about to be queued; the lock is held."""
@@ -395,7 +395,7 @@ class TransferExecutor:
     def _leave_gate(self, tier: TierIo, span: RecordSpan) -> None:
         """Let the next reads begin; the lock is held."""
         for task in tier.gate.end(self._held_bytes(span)):
-            tier.pool.submit_read(task)
+            tier.pool.submit_urgent(task)
 
     def _begin_read(self, job: Job, tier: TierIo, span: RecordSpan) -> bool:
         """Note that a read has its turn; False: it was given up, its slots are somebody else's."""

@@ -62,7 +62,7 @@ class TierIo:
         self.pool = IoPool(config.io.threads, f"tierstore-{config.name}")
         self.pool.open()
         first = _FirstOpening(backend, self.owners)
-        self.pool.submit_read(first.run)
+        self.pool.submit_urgent(first.run)
         try:
             first.wait(_OPEN_SECONDS_MAX)
         except BaseException:

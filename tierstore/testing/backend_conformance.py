@@ -296,7 +296,7 @@ class BackendConformance(ABC):
 
             pool.open()
             for _ in range(4):
-                pool.submit_read(read)
+                pool.submit_urgent(read)
             for index, extent in itertools.product(range(8), extents):
                 assert backend.release([self.run_of(extent, index)], []) is None
             assert backend.release([], [0]) is None

@@ -175,7 +175,7 @@ def test_slots_may_be_read_before_a_load_has_its_turn_and_blocks_may_not(urgent)
 
 def test_an_urgent_load_does_not_queue_behind_others() -> None:
     setup = Setup()
-    slow = setup.engine._lanes[1]._stream
+    slow = setup.engine._streams[1]._stream
     setup.api.streams.held.add(slow)
     setup.load(1, [3], [5])
     setup.load(2, [4], [6], urgent=True)

@@ -15,7 +15,7 @@ from tierstore.testing.copy_conformance import BLOCK_COUNT
 def test_a_full_queue_holds_copies_back_and_poll_submits_them() -> None:
     """Plain copies of one run per layer: a fraction of them fits."""
     setup = Setup(has_batch=False, has_kernel=False, steps_per_query=1)
-    offloads = setup.engine._lanes[0]._stream
+    offloads = setup.engine._streams[0]._stream
     setup.api.streams.held.add(offloads)
     count = ENTRIES_MAX
     for copy_id in range(count):
@@ -32,7 +32,7 @@ def test_a_full_queue_holds_copies_back_and_poll_submits_them() -> None:
 
 def test_batches_fill_a_stream_by_their_runs() -> None:
     setup = Setup(slot_count=TABLE_ROWS)
-    offloads = setup.engine._lanes[0]._stream
+    offloads = setup.engine._streams[0]._stream
     setup.api.streams.held.add(offloads)
     blocks = np.arange(TABLE_ROWS) % BLOCK_COUNT
     for copy_id in range(2):  # each five batches, for every chunk has five layers
@@ -46,7 +46,7 @@ def test_batches_fill_a_stream_by_their_runs() -> None:
 
 def test_a_queue_that_has_emptied_takes_as_many_copies_again() -> None:
     setup = Setup(has_batch=False, has_kernel=False)
-    offloads = setup.engine._lanes[0]._stream
+    offloads = setup.engine._streams[0]._stream
     fitting = ENTRIES_MAX // LAYERS
     for _ in range(3):
         setup.api.calls.clear()
@@ -61,7 +61,7 @@ def test_a_queue_that_has_emptied_takes_as_many_copies_again() -> None:
 
 def test_a_fence_hurries_what_is_held_back() -> None:
     setup = Setup(has_batch=False, has_kernel=False)
-    offloads = setup.engine._lanes[0]._stream
+    offloads = setup.engine._streams[0]._stream
     setup.api.streams.held.add(offloads)
     count = ENTRIES_MAX // LAYERS + 10
     for copy_id in range(count):
@@ -82,7 +82,7 @@ def test_a_fence_hurries_what_is_held_back() -> None:
 @pytest.mark.parametrize(("has_batch", "call"), [(True, "copy_batch"), (False, "copy_each")])
 def test_kernels_wait_for_a_free_table_and_a_fence_does_without(has_batch, call) -> None:
     setup = Setup(KERNELS, has_batch=has_batch)
-    offloads = setup.engine._lanes[0]._stream
+    offloads = setup.engine._streams[0]._stream
     setup.api.streams.held.add(offloads)
     for copy_id in range(20):
         setup.fill(copy_id % BLOCK_COUNT, copy_id + 1)
@@ -202,7 +202,7 @@ def test_a_submission_uses_the_room_of_copies_that_ended_since_the_last_poll() -
 
 def test_a_fence_uses_the_tables_of_kernels_that_ended_since_the_last_poll() -> None:
     setup = Setup(KERNELS)
-    offloads = setup.engine._lanes[0]._stream
+    offloads = setup.engine._streams[0]._stream
     setup.api.streams.held.add(offloads)
     for copy_id in range(10):
         setup.offload(copy_id, [copy_id], [copy_id])
