@@ -9,8 +9,8 @@ from functools import partial
 from typing import Self
 
 from tierstore.backend.failure import take_cause
-from tierstore.backend.opening import BackendOpener, open_backend
-from tierstore.backend.protocol import Backend
+from tierstore.backend.opening import BackendOpener, offer_pool, open_backend
+from tierstore.backend.protocol import Backend, PoolRegion
 from tierstore.bounded_log import Causes, bounded
 from tierstore.clock import Clock, MonotonicClock
 from tierstore.config import StoreConfig
@@ -144,7 +144,7 @@ class TransferExecutor:
                 opened = TierIo(
                     tier,
                     manifest,
-                    open_backend,
+                    offer_pool(open_backend, PoolRegion(pool.address, pool.size_bytes)),
                     rank=rank,
                     rank_count=rank_count,
                     pool_bytes=pool.size_bytes,
@@ -261,9 +261,10 @@ class TransferExecutor:
         if self._engine is not None:
             self._engine.close()
         is_idle = self._background is None or self._background.close(self._seconds_to(until))
-        self._close_tiers([tier for tier in self._tiers if tier not in hung], until)
+        are_closed = self._close_tiers([tier for tier in self._tiers if tier not in hung], until)
         if is_idle and not hung:
-            self._pool.close()
+            if are_closed:  # until then, a backend may have the pool registered with a device
+                self._pool.close()
         else:
             # A thread still hangs in its I/O: freeing the memory that it writes to would be worse.
             _logger.error(
@@ -274,11 +275,13 @@ class TransferExecutor:
     def _seconds_to(self, until: float) -> float:
         return max(0.0, until - self._clock.seconds())
 
-    def _close_tiers(self, tiers: Sequence[TierIo], until: float) -> None:
-        """Close backends side by side, in threads of their own: one may hang in that, too."""
+    def _close_tiers(self, tiers: Sequence[TierIo], until: float) -> bool:
+        """Close backends side by side, in threads of their own; False: one hangs in that, too."""
         closes = [tier.close for tier in tiers]
-        if not run_side_by_side(closes, "tierstore-close", self._seconds_to(until)):
+        are_closed = run_side_by_side(closes, "tierstore-close", self._seconds_to(until))
+        if not are_closed:
             _logger.error("payload files hang at close: their threads go on closing them")
+        return are_closed
 
     def _start_load(self, job: Job, load: Load) -> None:
         index = PartIndex(load)
