@@ -122,8 +122,8 @@ def backend_opener(open_system: SystemOpener) -> BackendOpener:
 def offer_pool(opener: BackendOpener, pool: PoolRegion) -> BackendOpener:
     """Return an opener that is told where the slots lie, if it has a parameter named `pool`.
 
-    It is told at each opening (see `PoolBackendOpener`). Others are returned as they are: backends that copy need no registration, and `**kwargs` may be
-    handed on to a function without this parameter.
+    It is told at each opening. Others are returned as they are; so are those with `**kwargs`, which
+    they may hand on to a function without this parameter.
     """
     try:
         names = inspect.signature(opener).parameters

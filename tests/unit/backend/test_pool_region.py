@@ -1,15 +1,18 @@
 """Who opens a backend is told where the pool lies, if they ask."""
 
+import threading
 from functools import partial
 
 import pytest
 
 from store_kit import Chunks, config_of  # isort: skip
 
-from tierstore import TierStore
+from tierstore import TierStore, load_config
 from tierstore.backend.opening import open_backend
 from tierstore.backend.protocol import PoolRegion
 from tierstore.device.system import buffer_address
+from tierstore.executor.executor import TransferExecutor
+from tierstore.metrics import Counters
 from tierstore.testing.faults import FaultPlan, faulty_backend_opener
 
 CHUNKS = Chunks(65_536)
@@ -86,3 +89,30 @@ def test_all_slots_lie_in_the_region_that_an_opener_is_told(tmp_path, wrapped):
 def test_an_opener_that_does_not_name_the_region_is_called_without_it(tmp_path, opener):
     with TierStore.open(config_of(tmp_path), CHUNKS.manifest, open_backend=opener) as store:
         assert CHUNKS.put(store, range(4)) == 4
+
+
+def test_the_region_stays_mapped_while_a_backend_hangs_in_its_close(tmp_path):
+    may_end = threading.Event()
+
+    class Hanging(RegisteredBackend):
+        def close(self):
+            may_end.wait()
+            self._backend.close()
+
+    def open_hanging(config, manifest, *, rank, rank_count, pool):
+        return Hanging(open_backend(config, manifest, rank=rank, rank_count=rank_count), pool)
+
+    executor = TransferExecutor.open(
+        load_config(config_of(tmp_path)),
+        CHUNKS.manifest,
+        rank=0,
+        rank_count=1,
+        caches=None,
+        counters=Counters(),
+        open_backend=open_hanging,
+    )
+    try:
+        executor.close(0.01)
+        assert len(executor.pool.array) == executor.pool.size_bytes  # not closed
+    finally:
+        may_end.set()
