@@ -5,8 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, cast
 
-from tierstore.backend.inventory import rank_directories
 from tierstore.backend.lmdb.backend import LmdbBackend
+from tierstore.backend.names import rank_directories
 from tierstore.backend.protocol import Backend, PoolRegion
 from tierstore.backend.segments.backend import FileBackend
 from tierstore.codec.opening import open_codec

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tierstore.backend.inventory import segment_name
+from tierstore.backend.names import segment_name
 from tierstore.backend.segments.files import SegmentFiles
 from tierstore.device.system import SystemCalls
 from tierstore.layout import PAGE_BYTES

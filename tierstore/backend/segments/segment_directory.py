@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tierstore.backend.inventory import segment_name
+from tierstore.backend.names import segment_name
 from tierstore.device.directory import Directory
 from tierstore.device.marker import open_below
 from tierstore.device.system import SystemCalls
