@@ -1,7 +1,8 @@
 """The only module that starts threads: an I/O pool and a serial mailbox.
 
-Reads go before writes: a load keeps a user waiting, a demote nobody. A share of the turns is the
-writes' nevertheless, for as long as none of them runs, nothing goes down and no bytes come free.
+Urgent tasks go before deferred ones: a load keeps a user waiting, a demote does not. Deferred tasks
+get a share of the turns all the same: while none of them runs, nothing is demoted and no bytes are
+freed.
 """
 
 import logging
@@ -17,7 +18,7 @@ from tierstore.errors import ClosedError, ConfigError
 from tierstore.quoting import escaped
 
 __all__ = [
-    "READS_IN_A_ROW_MAX",
+    "URGENT_IN_A_ROW_MAX",
     "IoPool",
     "Mailbox",
     "TaskOrder",
@@ -30,55 +31,55 @@ _logger = bounded(logging.getLogger(__name__))
 
 Item = TypeVar("Item")
 
-READS_IN_A_ROW_MAX = 8
-"""After so many reads that went before a waiting write, the write has its turn."""
+URGENT_IN_A_ROW_MAX = 8
+"""After so many urgent tasks that overtook a deferred one, the deferred one has its turn."""
 
 _BEGIN_SECONDS_MAX = 5.0
-"""A thread that has not begun by then is taken for one that never will."""
+"""A thread that has not begun by then is given up."""
 _NO_MEMORY_SECONDS = 0.05
-"""Between two tries to wait, when there is no memory for it."""
+"""Between two attempts to wait, when there is no memory for it."""
 
 
 class TaskOrder(Generic[Item]):
-    """The order in which reads and writes have their turns: O(1) for each. Takes no lock."""
+    """The order in which urgent and deferred tasks have their turns: O(1) each. Takes no lock."""
 
     def __init__(self) -> None:
-        self._reads: deque[Item] = deque()
-        self._writes: deque[Item] = deque()
+        self._urgent: deque[Item] = deque()
+        self._deferred: deque[Item] = deque()
         self._overtaken_count = 0
-        """Reads that went before the first waiting write since the last write had its turn."""
+        """Urgent tasks that overtook the first deferred one since the last deferred one's turn."""
 
     def __len__(self) -> int:
-        return len(self._reads) + len(self._writes)
+        return len(self._urgent) + len(self._deferred)
 
-    def add_read(self, task: Item) -> None:
-        """Queue a read behind all other reads."""
-        self._reads.append(task)
+    def add_urgent(self, task: Item) -> None:
+        """Queue a task behind all other urgent ones."""
+        self._urgent.append(task)
 
-    def add_write(self, task: Item) -> None:
-        """Queue a write behind all other writes."""
-        self._writes.append(task)
+    def add_deferred(self, task: Item) -> None:
+        """Queue a task behind all other deferred ones."""
+        self._deferred.append(task)
 
     def take(self) -> Item | None:
         """Remove the task whose turn it is and return it; None: there is none."""
-        reads, writes = self._reads, self._writes
-        if reads and not (writes and self._overtaken_count >= READS_IN_A_ROW_MAX):
-            self._overtaken_count = self._overtaken_count + 1 if writes else 0
-            return reads.popleft()
+        urgent, deferred = self._urgent, self._deferred
+        if urgent and not (deferred and self._overtaken_count >= URGENT_IN_A_ROW_MAX):
+            self._overtaken_count = self._overtaken_count + 1 if deferred else 0
+            return urgent.popleft()
         self._overtaken_count = 0
-        return writes.popleft() if writes else None
+        return deferred.popleft() if deferred else None
 
 
 _this_thread = threading.local()
 
 
 def is_pool_thread() -> bool:
-    """Return whether this thread was started here."""
+    """Return whether this thread was started by this module."""
     return getattr(_this_thread, "is_pooled", False)
 
 
 class _Beginning(threading.Event):
-    """That a thread has begun: waited for a bounded time.
+    """Set when a thread has begun; waited for a bounded time.
 
     Without memory a thread can end before its first step. `threading.Thread.start` would wait for
     that step without limit.
@@ -101,20 +102,21 @@ class _Thread(threading.Thread):
 
     @property
     def has_begun(self) -> bool:
-        """Whether it can be waited for: a thread without memory may have a number, and no more."""
+        """Whether it can be joined: a thread without memory may have an id and never run."""
         return self._started.is_set()
 
     def begin(self) -> None:
         """Start it.
 
         Raises:
-            ConfigError: the system starts no more. It may begin later all the same, and ends then.
+            ConfigError: the system refuses. The thread may begin later all the same; it ends then.
         """
         try:
             self.start()
         except (RuntimeError, MemoryError) as error:
-            # The interpreter keeps it among those that are about to begin, perhaps for ever: taken
-            # out of them, it would end in a trace if it did. So it keeps nothing else alive.
+            # The interpreter keeps the thread in its list of those about to begin, perhaps for
+            # ever; removed from there, it would end in a traceback if it did begin. So it drops its
+            # work, and with it whatever that keeps alive.
             self._work = None
             raise ConfigError(
                 f"io.threads: the system starts no thread '{self.name}' ({escaped(error)}); lower "
@@ -186,20 +188,20 @@ class IoPool:
             self.close(0.0)
             raise
 
-    def submit_read(self, task: Callable[[], object]) -> None:
-        """Queue a read. `task` reports its own outcome and must not raise."""
+    def submit_urgent(self, task: Callable[[], object]) -> None:
+        """Queue a task that should run soon. It reports its own outcome and must not raise."""
         with self._lock:
-            self._order.add_read(task)
+            self._order.add_urgent(task)
             self._changed.notify()
 
-    def submit_write(self, task: Callable[[], object]) -> None:
-        """Queue a write. `task` reports its own outcome and must not raise."""
+    def submit_deferred(self, task: Callable[[], object]) -> None:
+        """Queue a task that can wait. It reports its own outcome and must not raise."""
         with self._lock:
-            self._order.add_write(task)
+            self._order.add_deferred(task)
             self._changed.notify()
 
     def begin_close(self) -> None:
-        """Let the threads stop when they have run what is queued; idempotent."""
+        """Let the threads stop after what is queued; idempotent."""
         with self._lock:
             self._is_closing = True
             self._changed.notify_all()
@@ -237,8 +239,8 @@ def run_side_by_side(
 ) -> bool:
     """Run tasks, each in a thread of its own; False: some still run there when time is up.
 
-    They report their own outcome and must not raise. Where the system starts no thread, they run in
-    this one, one after the other, however long that takes: what must be closed is closed then, too.
+    They report their own outcome and must not raise. If the system starts no thread, they run in
+    this one, one after the other, however long that takes: what must be closed is closed.
     """
     pool = IoPool(len(tasks), name)
     try:
@@ -248,12 +250,12 @@ def run_side_by_side(
             _run_task(task, name)
         return True
     for task in tasks:
-        pool.submit_write(task)
+        pool.submit_deferred(task)
     return pool.close(timeout_seconds)
 
 
 class Mailbox(Generic[Item]):
-    """One thread that handles queued items in order, as many at once as have gathered."""
+    """One thread that handles queued items in order, all that are queued at once."""
 
     def __init__(self, name: str, handle: Callable[[list[Item]], None]) -> None:
         """`handle` runs in the thread, is given one or more items, and must not raise."""
@@ -290,7 +292,7 @@ class Mailbox(Generic[Item]):
             self._condition.notify_all()
 
     def offer(self, item: Item, waiting_max: int) -> bool:
-        """Queue one item unless so many wait already; return whether it was.
+        """Queue one item unless `waiting_max` wait already; return whether it was queued.
 
         Raises:
             ClosedError: after `close`.

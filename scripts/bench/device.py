@@ -55,7 +55,7 @@ class Threads:
                 left.release()
 
         for task in tasks:
-            self._pool.submit_write(partial(run_one, task))
+            self._pool.submit_deferred(partial(run_one, task))
         for _ in tasks:
             left.acquire()
         if problems:

@@ -1,8 +1,8 @@
 from forging import key_of, rewrite
 from keyed import codec_of
 
-from tierstore.backend.file import FileBackend
-from tierstore.backend.lmdb import LmdbBackend
+from tierstore.backend.lmdb.backend import LmdbBackend
+from tierstore.backend.segments.backend import FileBackend
 from tierstore.codec.plain import PlainCodec
 from tierstore.codec.record import HEADER_BYTES
 from tierstore.testing.backend_conformance import BackendConformance

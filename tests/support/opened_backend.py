@@ -1,6 +1,6 @@
 """A file backend on small segments, opened."""
 
-from tierstore.backend.file import FileBackend
+from tierstore.backend.segments.backend import FileBackend
 
 MODES = ["direct", "buffered", "mmap"]
 

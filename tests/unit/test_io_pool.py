@@ -8,40 +8,40 @@ import pytest
 
 from tierstore import io_pool
 from tierstore.errors import ConfigError
-from tierstore.io_pool import READS_IN_A_ROW_MAX, IoPool, Mailbox, TaskOrder, run_side_by_side
+from tierstore.io_pool import URGENT_IN_A_ROW_MAX, IoPool, Mailbox, TaskOrder, run_side_by_side
 
 
-def test_reads_go_before_writes_that_were_queued_earlier() -> None:
+def test_urgent_tasks_go_before_deferred_ones_that_were_queued_earlier() -> None:
     pool = IoPool(1, "test")
     done: list[str] = []
     may_go_on = threading.Event()
-    pool.submit_write(may_go_on.wait)  # while it runs, the others gather
+    pool.submit_deferred(may_go_on.wait)  # while it runs, the others gather
     pool.open()
     for number in range(2):
-        pool.submit_write(lambda number=number: done.append(f"write {number}"))
-        pool.submit_read(lambda number=number: done.append(f"read {number}"))
+        pool.submit_deferred(lambda number=number: done.append(f"write {number}"))
+        pool.submit_urgent(lambda number=number: done.append(f"read {number}"))
     may_go_on.set()
     assert pool.close(60)
     assert done == ["read 0", "read 1", "write 0", "write 1"]
 
 
-def test_a_write_does_not_wait_for_all_the_reads_that_come_after_it() -> None:
+def test_a_deferred_task_does_not_wait_for_all_the_urgent_ones_that_come_after_it() -> None:
     pool = IoPool(1, "test")
     done: list[str] = []
     may_go_on = threading.Event()
-    pool.submit_read(may_go_on.wait)
+    pool.submit_urgent(may_go_on.wait)
     pool.open()
-    pool.submit_write(lambda: done.append("write"))
+    pool.submit_deferred(lambda: done.append("write"))
     for _ in range(600):
-        pool.submit_read(lambda: done.append("read"))
+        pool.submit_urgent(lambda: done.append("read"))
     may_go_on.set()
     assert pool.close(60)
-    assert done.index("write") <= READS_IN_A_ROW_MAX
+    assert done.index("write") <= URGENT_IN_A_ROW_MAX
     assert len(done) == 601
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_reads_and_writes_keep_their_order_and_each_write_has_its_share(seed: int) -> None:
+def test_both_kinds_keep_their_order_and_deferred_tasks_have_their_share(seed: int) -> None:
     dice = random.Random(seed)
     order: TaskOrder[str] = TaskOrder()
     reads: deque[str] = deque()
@@ -50,15 +50,15 @@ def test_reads_and_writes_keep_their_order_and_each_write_has_its_share(seed: in
     for number in range(2000):
         move = dice.choices(["read", "write", "take"], weights=[5, 1, 6 - seed % 3])[0]
         if move == "read":
-            order.add_read(f"read {number}")
+            order.add_urgent(f"read {number}")
             reads.append(f"read {number}")
         elif move == "write":
-            order.add_write(f"write {number}")
+            order.add_deferred(f"write {number}")
             writes.append(f"write {number}")
         elif not reads and not writes:
             assert order.take() is None
         else:
-            is_write_due = not reads or (bool(writes) and overtaken == READS_IN_A_ROW_MAX)
+            is_write_due = not reads or (bool(writes) and overtaken == URGENT_IN_A_ROW_MAX)
             overtaken = 0 if is_write_due or not writes else overtaken + 1
             assert order.take() == (writes if is_write_due else reads).popleft()
         assert len(order) == len(reads) + len(writes)
@@ -68,8 +68,8 @@ def test_a_task_that_raises_is_logged_and_ends_no_thread(caplog) -> None:
     pool = IoPool(1, "test")
     pool.open()
     done: list[str] = []
-    pool.submit_read(lambda: 1 // 0)
-    pool.submit_read(lambda: done.append("after"))
+    pool.submit_urgent(lambda: 1 // 0)
+    pool.submit_urgent(lambda: done.append("after"))
     assert pool.close(60)
     assert done == ["after"]
     assert "I/O task failed: pool=test" in caplog.text

@@ -108,10 +108,10 @@ class SteppedPool:
     def open(self) -> None:
         """Start no thread."""
 
-    def submit_read(self, task: Callable[[], None]) -> None:
+    def submit_urgent(self, task: Callable[[], None]) -> None:
         self._submit(task, is_write=False)
 
-    def submit_write(self, task: Callable[[], None]) -> None:
+    def submit_deferred(self, task: Callable[[], None]) -> None:
         self._submit(task, is_write=True)
 
     def _submit(self, task: Callable[[], None], *, is_write: bool) -> None:

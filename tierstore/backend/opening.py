@@ -1,13 +1,14 @@
 """The one place that knows which backend a configuration means."""
 
+import inspect
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
-from tierstore.backend.file import FileBackend
-from tierstore.backend.inventory import rank_directories
-from tierstore.backend.lmdb import LmdbBackend
-from tierstore.backend.protocol import Backend
+from tierstore.backend.lmdb.backend import LmdbBackend
+from tierstore.backend.names import rank_directories
+from tierstore.backend.protocol import Backend, PoolRegion
+from tierstore.backend.segments.backend import FileBackend
 from tierstore.codec.opening import open_codec
 from tierstore.config import SecondaryConfig
 from tierstore.device.block_units import forbid_speculation, measure_units
@@ -20,7 +21,14 @@ from tierstore.faults import SystemOpener, open_system
 from tierstore.geometry import SpaceGeometry
 from tierstore.manifest import Manifest
 
-__all__ = ["BackendOpener", "backend_opener", "leftover_directories", "open_backend"]
+__all__ = [
+    "BackendOpener",
+    "PoolBackendOpener",
+    "backend_opener",
+    "leftover_directories",
+    "offer_pool",
+    "open_backend",
+]
 
 
 class BackendOpener(Protocol):
@@ -30,6 +38,21 @@ class BackendOpener(Protocol):
         self, config: SecondaryConfig, manifest: Manifest, *, rank: int, rank_count: int
     ) -> Backend:
         """Open the payload store of one rank."""
+
+
+class PoolBackendOpener(Protocol):
+    """A `BackendOpener` whose backends register the slots with a device; see `offer_pool`."""
+
+    def __call__(
+        self,
+        config: SecondaryConfig,
+        manifest: Manifest,
+        *,
+        rank: int,
+        rank_count: int,
+        pool: PoolRegion | None = None,
+    ) -> Backend:
+        """Open the payload store of one rank; `pool` is where the slots lie, if that is known."""
 
 
 def open_backend(
@@ -94,6 +117,21 @@ def backend_opener(open_system: SystemOpener) -> BackendOpener:
         return open_backend(config, manifest, rank=rank, rank_count=rank_count, system=system)
 
     return open_with
+
+
+def offer_pool(opener: BackendOpener, pool: PoolRegion) -> BackendOpener:
+    """Return an opener that is told where the slots lie, if it has a parameter named `pool`.
+
+    It is told at each opening. Others are returned as they are; so are those with `**kwargs`, which
+    they may hand on to a function without this parameter.
+    """
+    try:
+        names = inspect.signature(opener).parameters
+    except (TypeError, ValueError):  # a callable written in C may have no signature
+        return opener
+    if "pool" not in names:
+        return opener
+    return partial(cast("PoolBackendOpener", opener), pool=pool)
 
 
 def leftover_directories(path: Path, rank: int, rank_count: int) -> list[Path]:

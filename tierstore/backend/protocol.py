@@ -8,10 +8,20 @@ from typing import Protocol, TypeAlias
 from tierstore.key import OffloadKey
 from tierstore.transfer import FailureReason, PageRun, Place
 
-__all__ = ["Backend", "LostFinder", "RecordIo"]
+__all__ = ["Backend", "LostFinder", "PoolRegion", "RecordIo"]
 
 LostFinder: TypeAlias = Callable[[AbstractSet[int]], AbstractSet[int]]
 """`Backend.lost_segments`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolRegion:
+    """The memory of all slots, for backends that register it with a device (RDMA)."""
+
+    address: int
+    """Virtual address of the first byte, a multiple of 4 KiB."""
+    length: int
+    """In bytes. The memory stays mapped until the backend's `close` has returned."""
 
 
 @dataclass(frozen=True, slots=True)

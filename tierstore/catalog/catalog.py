@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
 
-from tierstore.backend.inventory import foreign_content, stored_segments
+from tierstore.backend.foreign import foreign_content
+from tierstore.backend.inventory import stored_segments
 from tierstore.catalog.check import check_catalog
 from tierstore.catalog.floors import Floors
 from tierstore.catalog.opening import (

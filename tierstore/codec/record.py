@@ -3,7 +3,7 @@
     extent in a segment file (pages of 4 KiB, h = 1 header page):
         | header page: header 0 .. header n-1 | payload 0 | payload 1 | ... | payload n-1 |
           ^ header_page                         ^ header_page + 1 + index * stride_pages
-    items in LMDB (see `backend.lmdb`):
+    items in LMDB (see `backend.lmdb.backend`):
         | payload, as far as it fills pages |      | header | rest of the payload |
 
 A header is 128 bytes, so a header page describes up to 32 adjacent records: a prefix that was

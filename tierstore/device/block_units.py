@@ -40,10 +40,10 @@ UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV, errno
 _BLOCK_BYTES = 512
 _UNIT_BYTES_MAX = 2 << 20
 """Of larger pieces it is not tried out whether they come back: only whole files do, then."""
-_TRIAL_BYTES = 2 * _UNIT_BYTES_MAX
-_ROOM_BYTES_MIN = 2 * _TRIAL_BYTES
+_PROBE_BYTES = 2 * _UNIT_BYTES_MAX
+_ROOM_BYTES_MIN = 2 * _PROBE_BYTES
 """With less room, a file system may give out smaller pieces than it does otherwise."""
-_TRIAL_FACTOR = 4
+_PROBE_FACTOR = 4
 
 _ATTRIBUTES = struct.Struct("=5I8x")
 """The kernel's `struct fsxattr`: flags, size of extents, and others."""
@@ -202,7 +202,7 @@ def _measure(fd: int, directory: Path, system: SystemCalls) -> tuple[BlockUnits,
     page = memoryview(mmap.mmap(-1, PAGE_BYTES))
     page[:] = os.urandom(PAGE_BYTES)  # neither compressed nor shared
     # Some give out large pieces within a file that is large enough only.
-    system.truncate(fd, _TRIAL_BYTES)
+    system.truncate(fd, _PROBE_BYTES)
     allocates = _fill(fd, 0, 1, page, system)
     taken_bytes = _taken_bytes(fd)
     if not taken_bytes:
@@ -243,7 +243,7 @@ def _freed_pages(fd: int, unit_pages: int, page: memoryview, system: SystemCalls
             system.flush(fd)
         if before - _taken_bytes(fd) >= size_bytes:
             return piece_pages
-        piece_pages *= _TRIAL_FACTOR
+        piece_pages *= _PROBE_FACTOR
     return 0
 
 

@@ -16,15 +16,20 @@ from pathlib import Path
 from typing import Self
 
 from tierstore.bounded_log import bounded
+from tierstore.device.ownership import (
+    DIRECTORY_MODE,
+    FILE_MODE,
+    foreign_user,
+    is_own_file,
+    kind_of,
+    set_mode,
+)
 from tierstore.device.system import SYSTEM, SystemCalls, read_up_to_end
 from tierstore.errors import BackendError, BackendForeignError
 
-__all__ = ["DIRECTORY_MODE", "FILE_MODE", "Directory", "foreign_user"]
+__all__ = ["Directory"]
 
 _logger = bounded(logging.getLogger(__name__))
-
-DIRECTORY_MODE = 0o700
-FILE_MODE = 0o600
 
 _ATTEMPTS = 100
 """Others of our kind make, replace and remove the same names meanwhile; so often at most."""
@@ -109,9 +114,9 @@ class Directory:
                 continue
             try:
                 status = os.fstat(descriptor)
-                if _is_file_of_ours(status):
+                if is_own_file(status):
                     if stat.S_IMODE(status.st_mode) != FILE_MODE:
-                        _set_mode(descriptor, self.path / name, FILE_MODE)
+                        set_mode(descriptor, self.path / name, FILE_MODE)
                     return descriptor
             except BaseException:
                 os.close(descriptor)
@@ -132,7 +137,7 @@ class Directory:
             return
         if stat.S_ISREG(status.st_mode):
             self._require_own(name, status)
-        if not _is_file_of_ours(status):
+        if not is_own_file(status):
             self._remove_intruder(name, status)
 
     def clear_for_directory(self, name: str) -> None:
@@ -226,7 +231,7 @@ class Directory:
             OSError: it cannot be done.
         """
         if stat.S_IMODE(os.fstat(self.descriptor).st_mode) & 0o777 != DIRECTORY_MODE:
-            _set_mode(self.descriptor, self.path, DIRECTORY_MODE)
+            set_mode(self.descriptor, self.path, DIRECTORY_MODE)
 
     def tighten_file(self, name: str) -> None:
         """Close a regular file of ours to all but its user; what is none is left alone.
@@ -238,8 +243,8 @@ class Directory:
         # Not to be read nor written, so this touches no lock and needs no permission.
         descriptor = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.descriptor)
         try:
-            if _is_file_of_ours(os.fstat(descriptor)):
-                _set_mode(descriptor, self.path / name, FILE_MODE)
+            if is_own_file(os.fstat(descriptor)):
+                set_mode(descriptor, self.path / name, FILE_MODE)
         finally:
             os.close(descriptor)
 
@@ -286,9 +291,9 @@ class Directory:
             mode = DIRECTORY_MODE if is_directory else FILE_MODE
             if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o777 == mode:
                 return False
-            if not is_directory and not _is_file_of_ours(status):
+            if not is_directory and not is_own_file(status):
                 return False
-            _set_mode(descriptor, self.path / name, mode)
+            set_mode(descriptor, self.path / name, mode)
             return True
         finally:
             os.close(descriptor)
@@ -298,7 +303,7 @@ class Directory:
             raise BackendForeignError(foreign_user(self.path / name, status))
 
     def _remove_intruder(self, name: str, status: os.stat_result) -> None:
-        kind = _kind_of(status)
+        kind = kind_of(status)
         try:
             if stat.S_ISDIR(status.st_mode):
                 os.rmdir(name, dir_fd=self.descriptor)
@@ -323,47 +328,6 @@ class Directory:
         return BackendError(
             f"{self.path / name}: is replaced again and again while it is opened; end the program "
             "that does so"
-        )
-
-
-def foreign_user(path: Path, status: os.stat_result) -> str:
-    """Return the refusal of what belongs to another user."""
-    return (
-        f"{path}: belongs to the user with id {status.st_uid}, and this process runs as "
-        f"{os.geteuid()}; choose a subdirectory of your own as the tier's path, or give it to the "
-        "user of this process (chown -R)"
-    )
-
-
-def _is_file_of_ours(status: os.stat_result) -> bool:
-    # With a second name it would be another one's file, too, which is written and cut off here.
-    return stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_uid == os.geteuid()
-
-
-def _kind_of(status: os.stat_result) -> str:
-    if stat.S_ISREG(status.st_mode):
-        return f"a file with {status.st_nlink} names"
-    kinds = {
-        stat.S_IFLNK: "a symbolic link",
-        stat.S_IFDIR: "an empty directory",
-        stat.S_IFIFO: "a pipe",
-        stat.S_IFSOCK: "a socket",
-    }
-    return kinds.get(stat.S_IFMT(status.st_mode), "a device")
-
-
-def _set_mode(descriptor: int, path: Path, mode: int) -> None:
-    """Set a mode by a descriptor, which may be one that is good for nothing else."""
-    try:
-        os.fchmod(descriptor, mode)
-    except OSError as error:
-        if error.errno != errno.EBADF:
-            raise
-        Path(f"/proc/self/fd/{descriptor}").chmod(mode)
-    if stat.S_IMODE(os.fstat(descriptor).st_mode) & 0o077:
-        raise BackendForeignError(
-            f"{path}: the file system does not keep other users out; mount it with a umask of 077, "
-            "or put the tier on a file system such as ext4 or xfs"
         )
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from xxhash import xxh3_64_intdigest
 
 from tierstore.bounded_log import bounded
-from tierstore.device.directory import Directory, foreign_user
+from tierstore.device.directory import Directory
+from tierstore.device.ownership import foreign_user
 from tierstore.device.system import SYSTEM, SystemCalls
 from tierstore.errors import BackendError, BackendForeignError
 

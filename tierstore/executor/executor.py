@@ -9,8 +9,8 @@ from functools import partial
 from typing import Self
 
 from tierstore.backend.failure import take_cause
-from tierstore.backend.opening import BackendOpener, open_backend
-from tierstore.backend.protocol import Backend
+from tierstore.backend.opening import BackendOpener, offer_pool, open_backend
+from tierstore.backend.protocol import Backend, PoolRegion
 from tierstore.bounded_log import Causes, bounded
 from tierstore.clock import Clock, MonotonicClock
 from tierstore.config import StoreConfig
@@ -135,7 +135,7 @@ class TransferExecutor:
                     caches.device,
                     config.gpu,
                     counters=counters,
-                    spawn=None if background is None else background.submit_read,
+                    spawn=None if background is None else background.submit_urgent,
                     compute_stream=compute_stream,
                 )
                 undo.callback(engine.close)
@@ -144,7 +144,7 @@ class TransferExecutor:
                 opened = TierIo(
                     tier,
                     manifest,
-                    open_backend,
+                    offer_pool(open_backend, PoolRegion(pool.address, pool.size_bytes)),
                     rank=rank,
                     rank_count=rank_count,
                     pool_bytes=pool.size_bytes,
@@ -240,7 +240,7 @@ class TransferExecutor:
     def begin_sync(self, tier_idx: int, also: AfterSync) -> PendingSync:
         """Flush a tier's payload to its device, then call `also`, in a thread of the tier."""
         tier, sync = self._tiers[tier_idx], PendingSync()
-        tier.pool.submit_write(partial(self._sync, tier.backend, also, sync))
+        tier.pool.submit_deferred(partial(self._sync, tier.backend, also, sync))
         return sync
 
     def close(self, timeout_seconds: float = _CLOSE_SECONDS) -> None:
@@ -261,9 +261,10 @@ class TransferExecutor:
         if self._engine is not None:
             self._engine.close()
         is_idle = self._background is None or self._background.close(self._seconds_to(until))
-        self._close_tiers([tier for tier in self._tiers if tier not in hung], until)
+        are_closed = self._close_tiers([tier for tier in self._tiers if tier not in hung], until)
         if is_idle and not hung:
-            self._pool.close()
+            if are_closed:  # until then, a backend may have the pool registered with a device
+                self._pool.close()
         else:
             # A thread still hangs in its I/O: freeing the memory that it writes to would be worse.
             _logger.error(
@@ -274,11 +275,13 @@ class TransferExecutor:
     def _seconds_to(self, until: float) -> float:
         return max(0.0, until - self._clock.seconds())
 
-    def _close_tiers(self, tiers: Sequence[TierIo], until: float) -> None:
-        """Close backends side by side, in threads of their own: one may hang in that, too."""
+    def _close_tiers(self, tiers: Sequence[TierIo], until: float) -> bool:
+        """Close backends side by side, in threads of their own; False: one hangs in that, too."""
         closes = [tier.close for tier in tiers]
-        if not run_side_by_side(closes, "tierstore-close", self._seconds_to(until)):
+        are_closed = run_side_by_side(closes, "tierstore-close", self._seconds_to(until))
+        if not are_closed:
             _logger.error("payload files hang at close: their threads go on closing them")
+        return are_closed
 
     def _start_load(self, job: Job, load: Load) -> None:
         index = PartIndex(load)
@@ -312,7 +315,7 @@ class TransferExecutor:
             for span in spans:
                 task = partial(self._read, job, tier, span, index)
                 if tier.gate.admit(task, self._held_bytes(span)):
-                    tier.pool.submit_read(task)
+                    tier.pool.submit_urgent(task)
 
     def _start_demote(self, job: Job, demote: Demote) -> None:
         tier = self._tiers[demote.tier_idx]
@@ -321,13 +324,13 @@ class TransferExecutor:
         with self._lock:
             self._accept(job, tier, len(spans))
         for span in spans:
-            tier.pool.submit_write(partial(self._write, job, tier, demote.owner, span))
+            tier.pool.submit_deferred(partial(self._write, job, tier, demote.owner, span))
 
     def _start_release(self, job: Job, release: Release) -> None:
         tier = self._tiers[release.tier_idx]
         with self._lock:
             self._accept(job, tier, 1)
-        tier.pool.submit_write(partial(self._release, job, tier, release))
+        tier.pool.submit_deferred(partial(self._release, job, tier, release))
 
     def _accept(self, job: Job, tier: TierIo, task_count: int) -> None:
         """Count tasks that are about to be queued; the lock is held."""
@@ -395,7 +398,7 @@ class TransferExecutor:
     def _leave_gate(self, tier: TierIo, span: RecordSpan) -> None:
         """Let the next reads begin; the lock is held."""
         for task in tier.gate.end(self._held_bytes(span)):
-            tier.pool.submit_read(task)
+            tier.pool.submit_urgent(task)
 
     def _begin_read(self, job: Job, tier: TierIo, span: RecordSpan) -> bool:
         """Note that a read has its turn; False: it was given up, its slots are somebody else's."""

@@ -4,8 +4,8 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tierstore.backend.late import LateBackend
 from tierstore.backend.opening import BackendOpener
+from tierstore.backend.reopening import ReopeningBackend
 from tierstore.catalog.owners import OwnerLocks
 from tierstore.codec.record import parse_places
 from tierstore.config import SecondaryConfig
@@ -46,13 +46,13 @@ class TierIo:
             ConfigError: the capacity is too small.
         """
         self.config = config
-        late = LateBackend(
+        backend = ReopeningBackend(
             config.name,
             partial(opener, config, manifest, rank=rank, rank_count=rank_count),
             config.path / f"rank{rank}",
             has_database=config.backend == "lmdb",
         )
-        self.backend: Backend = late
+        self.backend: Backend = backend
         self.owners = OwnerLocks(config.path)
         self.held_bytes_max = int(pool_bytes * config.io.breaker.hung_share)
         """What reads may hold of the pool while they hang."""
@@ -61,8 +61,8 @@ class TierIo:
         """Guarded by the executor's lock, as is the gate."""
         self.pool = IoPool(config.io.threads, f"tierstore-{config.name}")
         self.pool.open()
-        first = _FirstOpening(late, self.owners)
-        self.pool.submit_read(first.run)
+        first = _FirstOpening(backend, self.owners)
+        self.pool.submit_urgent(first.run)
         try:
             first.wait(_OPEN_SECONDS_MAX)
         except BaseException:
@@ -92,8 +92,8 @@ class TierIo:
 class _FirstOpening:
     """The first try to open a backend, in another thread."""
 
-    def __init__(self, late: LateBackend, owners: OwnerLocks) -> None:
-        self._late = late
+    def __init__(self, backend: ReopeningBackend, owners: OwnerLocks) -> None:
+        self._backend = backend
         self._owners = owners
         self._error: Exception | None = None
         self._is_over = threading.Event()
@@ -101,7 +101,7 @@ class _FirstOpening:
     def run(self) -> None:
         try:
             self._owners.look()
-            self._late.open()
+            self._backend.open()
         except Exception as error:  # noqa: BLE001 - raised where the tier is opened
             self._error = error
         finally:

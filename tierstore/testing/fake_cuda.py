@@ -12,7 +12,6 @@ a thread without a device, an event that does not exist.
 import ctypes
 import random
 import threading
-from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -22,27 +21,13 @@ import numpy as np
 from tierstore.arrays import ByteArray
 from tierstore.dma.gpu.cuda_api import AddressRange, DirectedRuns, Event, Rectangles, Stream
 from tierstore.errors import DeviceBusyError, DeviceError
+from tierstore.testing.fake_streams import FakeStreams
 from tierstore.transfer import IntArray
 
 __all__ = ["FakeCuda", "FakeDeviceMemory"]
 
 _EARLY_SHARE = 0.5
 """How many of the batches that may read early do."""
-
-
-@dataclass(slots=True)
-class _Work:
-    """One entry of a stream's queue."""
-
-    run: Callable[[], None] = lambda: None
-    waits_for: tuple[Event, int] | None = None
-    """An event and which of its recordings."""
-
-
-@dataclass(slots=True)
-class _EventState:
-    recorded: int = 0
-    completed: int = 0
 
 
 @dataclass(slots=True)
@@ -86,31 +71,20 @@ class FakeCuda:
         """A graph is being captured: threads register memory only after `relax_capture`."""
         self.node: int | None = None
         """What `numa_node` answers."""
-        self.held: set[Stream] = set()
-        """Streams that make no progress."""
         self.fallible_count = 0
         """How many such calls there have been."""
-        self.depth_max = 0
-        """The longest that a stream's queue of copies has been."""
         self._steps_per_query = steps_per_query
         self._random = random.Random(seed)  # noqa: S311 - a lottery of a test
+        self.streams = FakeStreams(self._random)
         self._lock = threading.RLock()
         self._here = threading.local()
-        self._queues: dict[Stream, deque[_Work]] = {Stream(0): deque()}
-        self._depths: dict[Stream, int] = {Stream(0): 0}
-        self._events: dict[Event, _EventState] = {}
         self._device = _Memory()
         self._registered = _Memory()
-        self._handles = iter(range(1, 1 << 30))
 
     def step(self) -> bool:
         """Do the next piece of work of some stream; False: none can go on."""
         with self._lock:
-            ready = [s for s, q in self._queues.items() if s not in self.held and self._goes(q)]
-            if not ready:
-                return False
-            self._queues[self._random.choice(ready)].popleft().run()
-            return True
+            return self.streams.step()
 
     def run_all(self) -> None:
         """Do all work that can be done."""
@@ -120,7 +94,7 @@ class FakeCuda:
     def launch(self, stream: Stream, kernel: Callable[[], None]) -> None:
         """Enqueue any work: what the engine's kernels do."""
         with self._lock:
-            self._queues[stream].append(_Work(kernel))
+            self.streams.launch(stream, kernel)
 
     @property
     def registered_bytes(self) -> int:
@@ -130,7 +104,7 @@ class FakeCuda:
     @property
     def resource_count(self) -> int:
         """Streams, events and allocations that are not given back."""
-        streams, events = len(self._queues) - 1, len(self._events)
+        streams, events = len(self.streams.handles) - 1, self.streams.event_count
         return streams + events + len(self._device.ranges) + len(self._registered.ranges)
 
     def use_device(self) -> None:
@@ -145,59 +119,45 @@ class FakeCuda:
     def create_stream(self) -> Stream:
         """Create a stream."""
         with self._enter("create_stream", fallible=True):
-            stream = Stream(next(self._handles))
-            self._queues[stream] = deque()
-            self._depths[stream] = 0
-            return stream
+            return self.streams.create_stream()
 
     def destroy_stream(self, stream: Stream) -> None:
         """Destroy an idle stream."""
         with self._enter("destroy_stream"):
-            assert not self._queues.pop(stream), "the stream still has work"
+            self.streams.destroy_stream(stream)
 
     def synchronize(self, stream: Stream) -> None:
         """Step until the stream is idle."""
         with self._enter("synchronize"):
-            while self._queues[stream]:
+            while not self.streams.is_idle(stream):
                 assert self.step(), "no stream can go on: a deadlock on the device"
 
     def create_event(self) -> Event:
         """Create an event, complete."""
         with self._enter("create_event", fallible=True):
-            event = Event(next(self._handles))
-            self._events[event] = _EventState()
-            return event
+            return self.streams.create_event()
 
     def destroy_event(self, event: Event) -> None:
         """Destroy an event."""
         with self._enter("destroy_event"):
-            del self._events[event]
+            self.streams.destroy_event(event)
 
     def record_event(self, event: Event, stream: Stream) -> None:
         """Complete this recording when the stream gets there."""
         with self._enter("record_event", fallible=True):
-            state = self._events[event]
-            state.recorded += 1
-            recording = state.recorded
-
-            def complete() -> None:
-                state.completed = max(state.completed, recording)
-
-            self._queues[stream].append(_Work(complete))
+            self.streams.record(event, stream)
 
     def wait_event(self, stream: Stream, event: Event) -> None:
         """Hold the stream back until the event's last recording is complete."""
         with self._enter("wait_event", fallible=True):
-            recording = (event, self._events[event].recorded)
-            self._queues[stream].append(_Work(waits_for=recording))
+            self.streams.wait(stream, event)
 
     def is_complete(self, event: Event) -> bool:
         """Let some work happen, then ask."""
         with self._enter(""):
             for _ in range(self._steps_per_query):
                 self.step()
-            state = self._events[event]
-            return state.completed == state.recorded
+            return self.streams.is_complete(event)
 
     def copy_each(self, runs: DirectedRuns, stream: Stream) -> None:
         """Enqueue one copy per run."""
@@ -227,7 +187,7 @@ class FakeCuda:
                 self._check(*run)
             if early_reads and self._random.random() < _EARLY_SHARE:
                 data = [ctypes.string_at(source, size) for _, source, size in rows]
-                self._enqueue(stream, lambda: _write(rows, data))
+                self.streams.enqueue(stream, lambda: _write(rows, data))
             else:
                 self._enqueue_copy(stream, rows)
 
@@ -244,7 +204,7 @@ class FakeCuda:
                         assert any(m.holds(side, side + size) for m in memories), "wild pointer"
                     ctypes.memmove(target, source, size)
 
-            self._enqueue(stream, kernel)
+            self.streams.enqueue(stream, kernel)
 
     def alloc_host(self, size_bytes: int) -> int:
         """Allocate registered memory."""
@@ -303,24 +263,9 @@ class FakeCuda:
                     raise DeviceError(f"{name}: refused by the test")
         return self._lock
 
-    def _goes(self, queue: deque[_Work]) -> bool:
-        if not queue:
-            return False
-        waits_for = queue[0].waits_for
-        return waits_for is None or self._events[waits_for[0]].completed >= waits_for[1]
-
-    def _enqueue(self, stream: Stream, copy: Callable[[], object]) -> None:
-        def run() -> None:
-            copy()
-            self._depths[stream] -= 1
-
-        self._depths[stream] += 1
-        self.depth_max = max(self.depth_max, self._depths[stream])
-        self._queues[stream].append(_Work(run))
-
     def _enqueue_copy(self, stream: Stream, rows: list[tuple[int, int, int]]) -> None:
         order = self._random.sample(rows, len(rows))
-        self._enqueue(stream, lambda: [ctypes.memmove(*row) for row in order])
+        self.streams.enqueue(stream, lambda: [ctypes.memmove(*row) for row in order])
 
     def _check(self, target: int, source: int, size: int) -> None:
         self._check_side(target, target + size)

@@ -12,11 +12,11 @@ from filesystems import mounted, sampled
 from store_kit import MIB, Chunks, config_of, du
 
 from tierstore import TierStore
-from tierstore.backend.file import FileBackend
+from tierstore.backend.segments.backend import FileBackend
 from tierstore.catalog.messages import Evict, Placed, RemoveKeys, TouchKeys
 from tierstore.device.system import SystemCalls
 from tierstore.errors import BackendError, ConfigError
-from tierstore.testing.backend_conformance import Extent, write_extent
+from tierstore.testing.extents import Extent, write_extent
 from tierstore.transfer import PageRun
 
 

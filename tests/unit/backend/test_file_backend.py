@@ -11,12 +11,12 @@ import pytest
 from opened_backend import MODES, opened
 
 from tierstore.backend.failure import reason_of
-from tierstore.backend.file import FileBackend
+from tierstore.backend.segments.backend import FileBackend
 from tierstore.codec.record import EXTENT_RECORDS_MAX, HEADER_BYTES
 from tierstore.device.system import SystemCalls
 from tierstore.errors import BackendError
 from tierstore.layout import PAGE_BYTES
-from tierstore.testing.backend_conformance import (
+from tierstore.testing.extents import (
     SEGMENT_BYTES,
     Extent,
     descriptor_count,

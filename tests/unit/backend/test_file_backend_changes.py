@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from opened_backend import MODES, opened
 
-from tierstore.backend.file import FileBackend
 from tierstore.backend.opening import leftover_directories
+from tierstore.backend.segments.backend import FileBackend
 from tierstore.device.marker import claim
 from tierstore.device.system import SystemCalls
 from tierstore.layout import PAGE_BYTES
-from tierstore.testing.backend_conformance import (
+from tierstore.testing.extents import (
     SEGMENT_BYTES,
     SEGMENT_PAGES,
     Extent,

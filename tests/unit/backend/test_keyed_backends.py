@@ -9,10 +9,10 @@ from keyed import KINDS, codec_of
 from opened_backend import MODES, opened
 from python_paths import environment
 
-from tierstore.backend.late import LateBackend
+from tierstore.backend.reopening import ReopeningBackend
 from tierstore.errors import BackendError, ConfigError, MissingExtraError
 from tierstore.layout import PAGE_BYTES
-from tierstore.testing.backend_conformance import Extent, descriptor_count, write_extent
+from tierstore.testing.extents import Extent, descriptor_count, write_extent
 from tierstore.testing.faults import FaultSchedule, FaultySystem, ShortIoSystem
 from tierstore.transfer import FailureReason
 
@@ -116,10 +116,10 @@ def test_a_key_that_cannot_be_used_is_told_at_the_opening_and_ends_no_thread_lat
         raise errors.pop(0)
 
     extent = Extent(2, 5000)
-    late = LateBackend("disk", fail)
-    late.open()
-    assert set(late.read(extent.to_read()).values()) == {FailureReason.STALLED}
+    backend = ReopeningBackend("disk", fail)
+    backend.open()
+    assert set(backend.read(extent.to_read()).values()) == {FailureReason.STALLED}
     assert errors == []
     errors.append(error)
     with pytest.raises(type(error)):
-        LateBackend("disk", fail).open()
+        ReopeningBackend("disk", fail).open()

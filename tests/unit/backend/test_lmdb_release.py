@@ -3,8 +3,8 @@
 import pytest
 from counted_writes import CountedWrites
 
-from tierstore.backend.lmdb import LmdbBackend
-from tierstore.testing.backend_conformance import Extent, write_extent
+from tierstore.backend.lmdb.backend import LmdbBackend
+from tierstore.testing.extents import Extent, write_extent
 
 MAP_BYTES = 8 << 20
 
@@ -19,13 +19,15 @@ def backend(tmp_path):
 
 def test_a_segment_that_fills_the_map_is_given_back(backend):
     extents, page = [], 0
-    while backend._env.used_bytes() < 0.85 * MAP_BYTES:  # more is never charged
+    with backend._env.used() as env:
+        pass
+    while env.used_bytes() < 0.85 * MAP_BYTES:  # more is never charged
         extent = Extent(32, 300, page=page)
         write_extent(backend, extent)
         extents.append(extent)
         page += 32
     assert len(extents) > 100
-    writes = CountedWrites(backend._env)
+    writes = CountedWrites(env)
     assert backend.release([], [0]) is None
     assert writes.count > 5
     assert all(extent.served(backend).count(None) == 0 for extent in extents[::10])

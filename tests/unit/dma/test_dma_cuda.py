@@ -112,11 +112,11 @@ def test_a_load_does_not_wait_for_steps_launched_after_its_mark() -> None:
     setup = Setup()
     mark = setup.engine.mark_compute()
     setup.api.run_all()
-    setup.api.held.add(COMPUTE)
+    setup.api.streams.held.add(COMPUTE)
     setup.compute(2, 1)
     setup.load(1, [3], [5], after=mark)
     assert setup.wait(1) == [1]
-    setup.api.held.clear()
+    setup.api.streams.held.clear()
     setup.engine.close()
 
 
@@ -130,7 +130,7 @@ def test_a_passed_mark_costs_no_wait_and_its_event_is_used_again() -> None:
         setup.load(copy_id, [3], [5], after=mark)
         assert "wait_event" not in setup.api.calls
         setup.wait(copy_id)
-    assert len(setup.api._events) <= 3
+    assert setup.api.streams.event_count <= 3
     setup.engine.close()
 
 
@@ -138,7 +138,7 @@ def test_copies_keep_their_place_in_the_work_of_the_engines_own_stream() -> None
     streams = []
     setup = Setup(compute_stream=lambda: streams[-1])
     streams.append(setup.api.create_stream())
-    setup.api.held.add(streams[-1])
+    setup.api.streams.held.add(streams[-1])
     setup.api.launch(streams[-1], lambda: setup.fill(3, 7))
     setup.offload(1, [3], [5])
     setup.engine.fence((CopyId(1),))
@@ -147,7 +147,7 @@ def test_copies_keep_their_place_in_the_work_of_the_engines_own_stream() -> None
     setup.load(2, [4], [6], after=setup.engine.mark_compute())
     setup.api.run_all()
     assert setup.engine.poll() == []
-    setup.api.held.clear()
+    setup.api.streams.held.clear()
     setup.wait(1, 2)
     setup.api.run_all()
     assert (setup.slot(5) == 7).all()
@@ -175,12 +175,12 @@ def test_slots_may_be_read_before_a_load_has_its_turn_and_blocks_may_not(urgent)
 
 def test_an_urgent_load_does_not_queue_behind_others() -> None:
     setup = Setup()
-    slow = setup.engine._lanes[1]._stream
-    setup.api.held.add(slow)
+    slow = setup.engine._streams[1]._stream
+    setup.api.streams.held.add(slow)
     setup.load(1, [3], [5])
     setup.load(2, [4], [6], urgent=True)
     assert setup.wait(2) == [2]
-    setup.api.held.clear()
+    setup.api.streams.held.clear()
     assert setup.wait(1) == [1]
     setup.engine.close()
 
@@ -231,7 +231,7 @@ def test_loads_may_be_submitted_from_many_threads(seed) -> None:
 @pytest.mark.parametrize("config", [BATCHES, KERNELS, RECTANGLES])
 def test_nothing_on_the_engines_step_waits_for_the_device(config) -> None:
     setup = Setup(config)
-    setup.api.held.update(setup.api._queues)  # whoever waits now waits for ever
+    setup.api.streams.held.update(setup.api.streams.handles)  # whoever waits now waits for ever
     setup.compute(3, 7)
     for copy_id in range(1, 100, 2):
         setup.offload(copy_id, [3], [5])
@@ -240,7 +240,7 @@ def test_nothing_on_the_engines_step_waits_for_the_device(config) -> None:
         setup.load(copy_id + 1, [3], [5], after=mark, urgent=copy_id % 3 == 0)
         assert setup.engine.poll() == []
     assert "synchronize" not in setup.api.calls
-    setup.api.held.clear()
+    setup.api.streams.held.clear()
     setup.engine.close()
 
 

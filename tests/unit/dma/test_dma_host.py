@@ -48,7 +48,7 @@ class TestSharedHostCopies(CopyConformance):
         assert self.threads.close(60.0)
 
     def make_engine(self):
-        return HostCopyEngine(self.threads.submit_read, share_bytes_min=0, share_run_bytes_min=0)
+        return HostCopyEngine(self.threads.submit_urgent, share_bytes_min=0, share_run_bytes_min=0)
 
     def make_memory(self, data):
         return HostMemory(data)
@@ -161,7 +161,7 @@ def test_the_part_of_a_helper_that_dies_is_copied_by_others(monkeypatch):
     pool = np.zeros_like(blocks)
     threads = IoPool(1, "copies")
     threads.open()
-    engine = HostCopyEngine(threads.submit_read, share_bytes_min=0, share_run_bytes_min=0)
+    engine = HostCopyEngine(threads.submit_urgent, share_bytes_min=0, share_run_bytes_min=0)
     engine.register(one_layer(blocks), 1, pool.ctypes.data, pool.nbytes)
     offload_reversed(engine, blocks)
     assert threads.close(60.0)

@@ -93,7 +93,7 @@ def test_helpers_of_a_copy_that_is_interrupted_do_not_hang(monkeypatch):
     def prepare():
         threads = IoPool(2, "copies")
         threads.open()
-        engine = HostCopyEngine(threads.submit_read, share_bytes_min=0, share_run_bytes_min=0)
+        engine = HostCopyEngine(threads.submit_urgent, share_bytes_min=0, share_run_bytes_min=0)
         engine.register(one_layer(blocks), 1, pool.ctypes.data, pool.nbytes)
         return threads, lambda: offload_reversed(engine, blocks)
 
@@ -108,7 +108,7 @@ def test_threads_that_pin_go_on_after_their_close_was_interrupted():
             threads = IoPool(2, "pinning")
             threads.open()
             pinner = make_pinner(FakeCuda(), pool)
-            pinner.open(threads.submit_read)
+            pinner.open(threads.submit_urgent)
             return (pinner, threads), pinner.close
 
         for pinner, threads in interrupted_at_each(prepare):

@@ -50,7 +50,7 @@ def no_memory(monkeypatch):
 
 def pool_and_work():
     pool, done = IoPool(1, "starved"), threading.Event()
-    return pool, partial(pool.submit_write, done.set), done
+    return pool, partial(pool.submit_deferred, done.set), done
 
 
 def mailbox_and_work():

@@ -112,12 +112,12 @@ def test_a_refused_load_is_answered_as_failed() -> None:
 
 def test_a_load_from_memory_does_not_queue_behind_one_from_disks() -> None:
     setup = Setup()
-    from_disks = setup.engine._lanes[1]._stream
-    setup.api.held.add(from_disks)
+    from_disks = setup.engine._streams[1]._stream
+    setup.api.streams.held.add(from_disks)
     setup.executor.submit([load(1, [3], [5])])
     (answer,) = setup.executor.drain(60.0)
     assert answer.ok
-    setup.api.held.clear()
+    setup.api.streams.held.clear()
     setup.executor.close()
 
 

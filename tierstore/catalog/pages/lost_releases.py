@@ -14,7 +14,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.backend.inventory import rank_directories, segment_name
+from tierstore.backend.names import rank_directories, segment_name
 from tierstore.catalog.pages.orphans import NOBODY
 from tierstore.catalog.rows import (
     Databases,

@@ -20,8 +20,8 @@ _RUN_BYTES = (2 << 10, 4 << 10, 8 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10
 """Pages have such sizes; copy engines can lose most of their bandwidth between two of them."""
 _RUN_COUNTS = (1, 4, 16, 64)
 _RUN_COUNT_MANY = 128
-_TRIAL_BYTES_MAX = 4 << 20
-_SCRATCH_BYTES = 2 * _TRIAL_BYTES_MAX
+_SAMPLE_BYTES_MAX = 4 << 20
+_SCRATCH_BYTES = 2 * _SAMPLE_BYTES_MAX
 _REPEATS = 3
 _WORTH_IT = 0.95
 """A method must take less than this share of the others' time to be preferred to them."""
@@ -68,7 +68,7 @@ def _measure(bench: "_Bench", direction: CopyDirection) -> Thresholds:
 
 
 @dataclass(frozen=True, slots=True)
-class _Trial:
+class _Sample:
     method: CopyMethod
     direction: CopyDirection
     size_bytes: int
@@ -90,27 +90,27 @@ class _Bench:
             owned.callback(api.free_host, self._host)
             self._owned = owned.pop_all()
         self._table = table_at(self._host + _SCRATCH_BYTES, _RUN_COUNT_MANY)
-        self._seconds: dict[_Trial, float] = {}
+        self._seconds: dict[_Sample, float] = {}
 
     def kernel_wins(self, direction: CopyDirection, size_bytes: int, run_count: int) -> bool:
         """Return whether the kernel beats the copy engines."""
         if not self._api.has_kernel:
             return False
         others = [
-            self._time(_Trial(method, direction, size_bytes, run_count))
+            self._time(_Sample(method, direction, size_bytes, run_count))
             for method in self._engine_methods()
         ]
-        kernel = self._time(_Trial(CopyMethod.KERNEL, direction, size_bytes, run_count))
+        kernel = self._time(_Sample(CopyMethod.KERNEL, direction, size_bytes, run_count))
         return kernel < _WORTH_IT * min(others)
 
     def pitched_wins(self, direction: CopyDirection, size_bytes: int) -> bool:
         """Return whether one 2-D copy beats separate and batched ones."""
         others = [
-            self._time(_Trial(method, direction, size_bytes, _RUN_COUNT_MANY))
+            self._time(_Sample(method, direction, size_bytes, _RUN_COUNT_MANY))
             for method in self._engine_methods()
         ]
-        trial = _Trial(CopyMethod.PITCHED, direction, size_bytes, _RUN_COUNT_MANY)
-        return self._time(trial) < _WORTH_IT * min(others)
+        sample = _Sample(CopyMethod.PITCHED, direction, size_bytes, _RUN_COUNT_MANY)
+        return self._time(sample) < _WORTH_IT * min(others)
 
     def close(self) -> None:
         """Free the scratch memory when nothing uses it any more."""
@@ -120,35 +120,35 @@ class _Bench:
     def _engine_methods(self) -> list[CopyMethod]:
         return [CopyMethod.PLAIN] + [CopyMethod.BATCH] * self._api.has_batch
 
-    def _time(self, trial: _Trial) -> float:
+    def _time(self, sample: _Sample) -> float:
         """Return the seconds of the best of some repeats, from the call to the last byte."""
-        if trial not in self._seconds:
-            self._seconds[trial] = min(self._time_once(trial) for _ in range(_REPEATS))
-        return self._seconds[trial]
+        if sample not in self._seconds:
+            self._seconds[sample] = min(self._time_once(sample) for _ in range(_REPEATS))
+        return self._seconds[sample]
 
-    def _time_once(self, trial: _Trial) -> float:
-        count = min(trial.run_count, _TRIAL_BYTES_MAX // trial.size_bytes)
+    def _time_once(self, sample: _Sample) -> float:
+        count = min(sample.run_count, _SAMPLE_BYTES_MAX // sample.size_bytes)
         index = np.arange(count)
         # Scattered on the device, one after the other in the slot.
-        device = self._device + index * 2 * trial.size_bytes
-        host = self._host + index * trial.size_bytes
-        sizes = np.full(count, trial.size_bytes)
-        if trial.direction is CopyDirection.OFFLOAD:
+        device = self._device + index * 2 * sample.size_bytes
+        host = self._host + index * sample.size_bytes
+        sizes = np.full(count, sample.size_bytes)
+        if sample.direction is CopyDirection.OFFLOAD:
             runs = DirectedRuns(host, device, sizes)
         else:
             runs = DirectedRuns(device, host, sizes)
         started_at = self._clock.seconds()
-        self._copy(trial, runs)
+        self._copy(sample, runs)
         self._api.synchronize(self._stream)
         return self._clock.seconds() - started_at
 
-    def _copy(self, trial: _Trial, runs: DirectedRuns) -> None:
-        match trial.method:
+    def _copy(self, sample: _Sample, runs: DirectedRuns) -> None:
+        match sample.method:
             case CopyMethod.PLAIN:
                 self._api.copy_each(runs, self._stream)
             case CopyMethod.BATCH:
                 self._api.copy_batch(
-                    runs, self._stream, early_reads=trial.direction is CopyDirection.LOAD
+                    runs, self._stream, early_reads=sample.direction is CopyDirection.LOAD
                 )
             case CopyMethod.KERNEL:
                 fill_table(self._table, runs)

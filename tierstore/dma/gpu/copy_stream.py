@@ -2,8 +2,10 @@
 
     submit --> waiting --(room?)--> stream's queue --(event complete?)--> poll names the copy
 
-A copy call takes some hundred microseconds once a stream holds about a thousand of them, so a lane
-enqueues no more than `ENTRIES_MAX`; the rest follows in later submissions and polls.
+A copy call takes 180 us once a stream holds about a thousand of them, and it is made on the
+engine's step. So no more than `ENTRIES_MAX` are enqueued; the rest follows in later submissions and
+polls. A thread that feeds the streams lost: only plain copies fill one, and those are used only
+where drivers know no batches (before CUDA 12.8).
 """
 
 import logging
@@ -20,7 +22,7 @@ from tierstore.dma.protocol import CopyId
 from tierstore.errors import DeviceError
 from tierstore.transfer import IntArray
 
-__all__ = ["ENTRIES_MAX", "EventPool", "Lane", "LaneCopy", "LaneProgress", "StreamMark"]
+__all__ = ["ENTRIES_MAX", "CopyProgress", "CopyStream", "EventPool", "QueuedCopy", "StreamMark"]
 
 _logger = bounded(logging.getLogger(__name__))
 
@@ -29,7 +31,7 @@ ENTRIES_MAX = 768
 (`CopyCalls.entry_count`); well below a thousand."""
 
 _TABLE_COUNT = 8
-"""Kernel launches in flight per lane; each reads its own table."""
+"""Kernel launches in flight per stream; each reads its own table."""
 _TABLE_BYTES = TABLE_ROWS * ROW_BYTES
 
 
@@ -76,7 +78,7 @@ class StreamMark:
 
 
 @dataclass(slots=True)
-class LaneCopy:
+class QueuedCopy:
     """One submitted copy: its calls, and what they wait for."""
 
     copy_id: CopyId
@@ -88,7 +90,7 @@ class LaneCopy:
 
 
 @dataclass(slots=True)
-class LaneProgress:
+class CopyProgress:
     """What a poll found out."""
 
     arrived: list[CopyId] = field(default_factory=list)
@@ -102,11 +104,11 @@ class _Segment:
     event: Event
     entry_count: int
     table: IntArray | None
-    copy: LaneCopy
+    copy: QueuedCopy
     is_last: bool
 
 
-class Lane:
+class CopyStream:
     """Copies in order on one stream. Thread-safe.
 
     A copy that CUDA refuses is reported as failed, but only after those of its calls that were
@@ -129,13 +131,13 @@ class Lane:
             addresses = range(first, first + _TABLE_COUNT * _TABLE_BYTES, _TABLE_BYTES)
             self._tables = [table_at(address, TABLE_ROWS) for address in addresses]
         self._lock = threading.Lock()
-        self._waiting: deque[LaneCopy] = deque()
+        self._waiting: deque[QueuedCopy] = deque()
         self._in_flight: deque[_Segment] = deque()
         self._entry_count = 0
-        self._progress = LaneProgress()
+        self._progress = CopyProgress()
         """What the next poll tells."""
 
-    def submit(self, copy: LaneCopy) -> None:
+    def submit(self, copy: QueuedCopy) -> None:
         """Enqueue a copy, on the stream as far as there is room."""
         with self._lock:
             # What has ended since the last poll makes room: a step may lie between two of them.
@@ -143,17 +145,17 @@ class Lane:
             self._waiting.append(copy)
             self._push()
 
-    def poll(self) -> LaneProgress:
+    def poll(self) -> CopyProgress:
         """Look what is complete and use the room. Never blocks.
 
         Finds nothing while another thread submits: the next call will.
         """
         if not self._lock.acquire(blocking=False):
-            return LaneProgress()
+            return CopyProgress()
         try:
             self._pop()
             self._push()
-            progress, self._progress = self._progress, LaneProgress()
+            progress, self._progress = self._progress, CopyProgress()
         finally:
             self._lock.release()
         return progress
@@ -173,7 +175,7 @@ class Lane:
                     self._api.wait_event(stream, segment.event)
                     return
 
-    def close(self) -> LaneProgress:
+    def close(self) -> CopyProgress:
         """Wait for everything that was submitted, destroy the stream, free its memory."""
         with self._lock:
             while self._waiting or self._in_flight:
@@ -226,7 +228,7 @@ class Lane:
             return False
         return not self._in_flight or self._entry_count + calls.entry_count <= ENTRIES_MAX
 
-    def _wait_for_mark(self, copy: LaneCopy) -> None:
+    def _wait_for_mark(self, copy: QueuedCopy) -> None:
         event = None if copy.after is None else copy.after.event
         copy.after = None
         if event is not None:
@@ -235,7 +237,7 @@ class Lane:
             except DeviceError as error:
                 self._fail(copy, "wait", error)
 
-    def _enqueue(self, copy: LaneCopy) -> None:
+    def _enqueue(self, copy: QueuedCopy) -> None:
         """Enqueue a copy's next calls (an empty copy has none) and an event behind them."""
         calls = copy.calls.popleft() if copy.calls else None
         table = None
@@ -258,13 +260,13 @@ class Lane:
         self._entry_count += entry_count
         self._in_flight.append(_Segment(event, entry_count, table, copy, is_last=not copy.calls))
 
-    def _end_without_event(self, copy: LaneCopy) -> None:
+    def _end_without_event(self, copy: QueuedCopy) -> None:
         # Nothing but waiting tells now when the accepted calls end; a lost device has ended them.
         with suppress(DeviceError):
             self._api.synchronize(self._stream)
         self._progress.failed.append(copy.copy_id)
 
-    def _fail(self, copy: LaneCopy, what: str, error: DeviceError) -> None:
+    def _fail(self, copy: QueuedCopy, what: str, error: DeviceError) -> None:
         if self._causes.is_new(what, type(error).__name__):
             _logger.error(
                 "copy failed (further ones are only counted): copy=%d call=%s cause=%s",

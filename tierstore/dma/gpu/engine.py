@@ -2,9 +2,9 @@ r"""Copy engine of CUDA devices: pinned slots <-> GPU blocks, beside the engine'
 
     compute stream   step n ......... | step n+1 (after the fence) ...
                           \ event      ^ event
-    offload lane           `-> copies --'
-    load lane             `-> copies of promoted chunks        (after what the mark names)
-    urgent lane           `-> copies of resident chunks        (likewise)
+    offload stream         `-> copies --'
+    load stream            `-> copies of promoted chunks        (after what the mark names)
+    urgent stream          `-> copies of resident chunks        (likewise)
 
 Nothing here waits on the CPU: streams wait for events, and `poll` asks them. What waits for what:
 
@@ -23,7 +23,13 @@ from tierstore.bounded_log import bounded
 from tierstore.clock import MonotonicClock
 from tierstore.config import GpuConfig
 from tierstore.dma.gpu.calibration import measure_thresholds
-from tierstore.dma.gpu.copy_stream import EventPool, Lane, LaneCopy, LaneProgress, StreamMark
+from tierstore.dma.gpu.copy_stream import (
+    CopyProgress,
+    CopyStream,
+    EventPool,
+    QueuedCopy,
+    StreamMark,
+)
 from tierstore.dma.gpu.cuda_api import COMPUTE_STREAM_DEFAULT, CudaApi, Stream
 from tierstore.dma.gpu.method_check import drop_failing_methods
 from tierstore.dma.gpu.methods import (
@@ -45,7 +51,7 @@ __all__ = ["CudaCopyEngine"]
 
 _logger = bounded(logging.getLogger(__name__))
 
-_LANE_COUNT = 3
+_STREAM_COUNT = 3
 """Offloads, loads, urgent loads."""
 
 _UNMEASURED = Thresholds(kernel_below_bytes=0, kernel_runs_min=1, pitched_from_bytes=None)
@@ -97,7 +103,7 @@ class CudaCopyEngine:
         self._caches: CanonicalKVCaches | None = None
         self._marks: deque[StreamMark] = deque()
         self._events = EventPool(api)
-        self._lanes: list[Lane] = []
+        self._streams: list[CopyStream] = []
         self._pinner: PoolPinner | None = None
         self._selector: MethodSelector | None = None
         self._failed: list[CopyId] = []
@@ -133,8 +139,8 @@ class CudaCopyEngine:
             has_kernel=self._api.has_kernel,
         )
         try:
-            while len(self._lanes) < _LANE_COUNT:
-                self._lanes.append(Lane(self._api, self._events))
+            while len(self._streams) < _STREAM_COUNT:
+                self._streams.append(CopyStream(self._api, self._events))
         except DeviceError:
             self.close()
             raise
@@ -149,7 +155,9 @@ class CudaCopyEngine:
         """Copy blocks to slots, after the work that the engine has launched so far."""
         calls = self._calls(group_idx, block_ids, slots, CopyDirection.OFFLOAD)
         after = self._mark()
-        self._lane(CopyDirection.OFFLOAD).submit(LaneCopy(copy_id, calls, after, early_reads=False))
+        self._stream_for(CopyDirection.OFFLOAD).submit(
+            QueuedCopy(copy_id, calls, after, early_reads=False)
+        )
 
     def submit_load(
         self,
@@ -164,24 +172,28 @@ class CudaCopyEngine:
         """Copy slots to blocks, after the work that `after` names; from any thread."""
         calls = self._calls(group_idx, block_ids, slots, CopyDirection.LOAD)
         point = after.point if isinstance(after, _EventMark) else None
-        self._lane(CopyDirection.LOAD, urgent=urgent).submit(
-            LaneCopy(copy_id, calls, point, early_reads=True)
+        self._stream_for(CopyDirection.LOAD, urgent=urgent).submit(
+            QueuedCopy(copy_id, calls, point, early_reads=True)
         )
 
     def mark_compute(self) -> ComputeMark:
-        """Name the work that the engine has launched so far. Costs one event."""
+        """Name the work that the engine has launched so far. Costs one event.
+
+        Taken when a load's command arrives. An event recorded once its record is read would come
+        from another thread, and wait for later steps too.
+        """
         self._api.use_device()
         return _EventMark(self._mark())
 
     def poll(self) -> list[CopyId]:
         """Return the copies whose bytes have arrived, and submit what was held back."""
-        if not self._lanes:
+        if not self._streams:
             return []
         self._api.use_device()
         self._drop_passed_marks()
         arrived: list[CopyId] = []
-        for lane in self._lanes:
-            progress = lane.poll()
+        for stream in self._streams:
+            progress = stream.poll()
             arrived += progress.arrived
             self._failed += progress.failed
         return arrived
@@ -193,20 +205,20 @@ class CudaCopyEngine:
 
     def fence(self, copy_ids: tuple[CopyId, ...]) -> None:
         """Let the compute stream wait until these offloads have read their blocks."""
-        if copy_ids and self._lanes:
+        if copy_ids and self._streams:
             self._api.use_device()
-            self._lane(CopyDirection.OFFLOAD).hold_stream(self._compute(), set(copy_ids))
+            self._stream_for(CopyDirection.OFFLOAD).hold_stream(self._compute(), set(copy_ids))
 
     def close(self) -> None:
         """Wait for what was submitted, unpin the pool, give everything back; idempotent."""
-        lanes, self._lanes = self._lanes, []
+        streams, self._streams = self._streams, []
         self._groups = {}
-        if not lanes or self._pinner is None:
+        if not streams or self._pinner is None:
             return
         self._api.use_device()
-        for lane in lanes:
+        for stream in streams:
             try:
-                _report_lost(lane.close())
+                _report_lost(stream.close())
             except DeviceError as error:
                 _logger.error("stream could not be closed: cause=%s", error)
         for mark in self._marks:
@@ -231,10 +243,10 @@ class CudaCopyEngine:
         pinned = self._pinner.pinned(runs.pool_addresses)
         return deque(self._selector.select(runs, pinned, direction))
 
-    def _lane(self, direction: CopyDirection, *, urgent: bool = False) -> Lane:
-        if not self._lanes:
+    def _stream_for(self, direction: CopyDirection, *, urgent: bool = False) -> CopyStream:
+        if not self._streams:
             raise LayoutError("the copy engine is closed")
-        offloads, loads, urgent_loads = self._lanes
+        offloads, loads, urgent_loads = self._streams
         if direction is CopyDirection.OFFLOAD:
             return offloads
         return urgent_loads if urgent else loads
@@ -300,6 +312,6 @@ def _device_borders(api: CudaApi, caches: CanonicalKVCaches) -> list[int]:
     return borders
 
 
-def _report_lost(progress: LaneProgress) -> None:
+def _report_lost(progress: CopyProgress) -> None:
     if progress.failed:
         _logger.error("copies failed at close: copies=%d", len(progress.failed))

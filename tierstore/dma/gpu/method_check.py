@@ -36,12 +36,14 @@ def drop_failing_methods(api: CudaApi) -> None:
     if not api.has_batch and not api.has_kernel:
         return
     with ExitStack() as owned:
-        trial = _Trial(api, owned)
-        api.has_batch = api.has_batch and trial.passes(CopyMethod.BATCH, trial.copy_batch)
-        api.has_kernel = api.has_kernel and trial.passes(CopyMethod.KERNEL, trial.copy_by_kernel)
+        round_trip = _RoundTrip(api, owned)
+        api.has_batch = api.has_batch and round_trip.passes(CopyMethod.BATCH, round_trip.copy_batch)
+        api.has_kernel = api.has_kernel and round_trip.passes(
+            CopyMethod.KERNEL, round_trip.copy_by_kernel
+        )
 
 
-class _Trial:
+class _RoundTrip:
     """A stream, and memory on both sides: what is sent, the device, what comes back, a table."""
 
     def __init__(self, api: CudaApi, owned: ExitStack) -> None:

@@ -4,8 +4,8 @@ import errno
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
-from tierstore.backend.opening import BackendOpener, open_backend
-from tierstore.backend.protocol import Backend, RecordIo
+from tierstore.backend.opening import BackendOpener, offer_pool, open_backend
+from tierstore.backend.protocol import Backend, PoolRegion, RecordIo
 from tierstore.config import SecondaryConfig
 from tierstore.errors import BackendError
 from tierstore.faults import Call, FaultPlan, Strike
@@ -204,14 +204,20 @@ def faulty_backend_opener(
     """Return what `TierStore.open` takes as `open_backend`; opening is a call of the plan, too."""
 
     def open_planned(
-        config: SecondaryConfig, manifest: Manifest, *, rank: int, rank_count: int
+        config: SecondaryConfig,
+        manifest: Manifest,
+        *,
+        rank: int,
+        rank_count: int,
+        pool: PoolRegion | None = None,
     ) -> Backend:
+        opener = open_backend if pool is None else offer_pool(open_backend, pool)
         if not plan.applies_to(config.name):
-            return open_backend(config, manifest, rank=rank, rank_count=rank_count)
+            return opener(config, manifest, rank=rank, rank_count=rank_count)
         strike = plan.strike(Call("backend.open", config.name))
         if strike is not None:
             raise BackendError(f"injected fault: open {config.name}")
-        backend = open_backend(config, manifest, rank=rank, rank_count=rank_count)
+        backend = opener(config, manifest, rank=rank, rank_count=rank_count)
         return PlannedBackend(backend, plan, tier=config.name)
 
     return open_planned

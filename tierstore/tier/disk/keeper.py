@@ -128,7 +128,7 @@ class CatalogKeeper:
     def open(self) -> None:
         """Start the thread, and with it the first try."""
         self._pool.open()
-        self._pool.submit_read(self._run)
+        self._pool.submit_urgent(self._run)
 
     def wait_first(self, seconds: float) -> None:
         """Wait until the first try is over, or time is up; others go on in the background.

@@ -1,4 +1,4 @@
-"""A backend that is opened when it can be: each call tries again, for a device may come back.
+"""A backend that is opened, and opened again, by its calls: a device may come back.
 
 One whose directory was removed, moved or unmounted is opened anew. Only writes make it again, and
 not where the tier's path is gone: the control plane makes that.
@@ -16,7 +16,7 @@ from tierstore.bounded_log import bounded
 from tierstore.errors import BackendError, ClosedError, TierStoreError
 from tierstore.transfer import FailureReason, PageRun
 
-__all__ = ["LateBackend"]
+__all__ = ["ReopeningBackend"]
 
 _logger = bounded(logging.getLogger(__name__))
 
@@ -26,7 +26,7 @@ _UNKNOWN = (0, 0)
 """The device would not say."""
 
 
-class LateBackend:
+class ReopeningBackend:
     """Opens a backend at the first call that succeeds in it. See `Backend`."""
 
     def __init__(

@@ -13,19 +13,30 @@ process. A file that is damaged when it is opened is started anew, and its recor
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from tierstore.backend.failure import FailureLog, name_of, reason_of
+from tierstore.backend.lmdb.records import (
+    PAGE_LIMIT,
+    absent_segments,
+    age_free_pages,
+    copy_record,
+    delete_runs,
+    put_records,
+    read_spans,
+    record_keys,
+    storable_places,
+)
+from tierstore.backend.lmdb.shared_env import SharedEnv
 from tierstore.backend.protocol import RecordIo
 from tierstore.bounded_log import bounded
 from tierstore.codec.plain import PlainCodec, ReadBatch, RecordCodec
-from tierstore.codec.record import EXTENT_RECORDS_MAX, HEADER_BYTES, parse_places
+from tierstore.codec.record import HEADER_BYTES, parse_places
 from tierstore.device.system import SYSTEM, SystemCalls
 from tierstore.errors import (
     BackendCorruptError,
@@ -34,9 +45,7 @@ from tierstore.errors import (
     ClosedError,
     TierStoreError,
 )
-from tierstore.geometry import lmdb_body_bytes
 from tierstore.lmdb_env.env import LmdbEnv
-from tierstore.lmdb_env.library import Cursor, ViewTransaction
 from tierstore.transfer import FailureReason, PageRun
 
 __all__ = ["LmdbBackend"]
@@ -50,19 +59,8 @@ _REASONS: dict[type[TierStoreError], FailureReason] = {
     ClosedError: FailureReason.CLOSED,
 }
 
-_PAGE_LIMIT = 1 << 32
-_HEADER_SUFFIX = b"\x01"
-_GENERATION_KEY = b"\xff" * 16
-"""Behind all records: rewritten where only the number of transactions matters."""
-
 _SEEN_MAX = 1 << 16
 """Segments that are remembered: others may have emptied most of them."""
-
-_DELETE_COUNT_MAX = 1024
-"""Items that one transaction deletes: two of each record."""
-
-_READ_BYTES_MAX = 1 << 20
-"""Payload that one read transaction copies: as long as it lasts, nothing freed is used again."""
 
 
 class LmdbBackend:
@@ -93,11 +91,9 @@ class LmdbBackend:
         self._codec = PlainCodec() if codec is None else codec
         self._failures = FailureLog(directory)
         self._lock = threading.Lock()
-        self._env: LmdbEnv | None = None
-        self._user_count = 0
+        self._env = SharedEnv(directory)
         self._seen: dict[int, None] = {}
         """Segments that were written or read, in order."""
-        self._opened = False
 
     def open(self) -> None:
         """Open or create the environment; idempotent.
@@ -105,20 +101,21 @@ class LmdbBackend:
         Raises:
             BackendError: it cannot be opened; the message says what to change.
         """
-        with self._lock:
-            if self._env is None:
-                self._env = LmdbEnv.open(
-                    self._directory,
-                    map_bytes=self._map_bytes,
-                    readahead=True,
-                    durable=self._durable,
-                    tier=self._tier,
-                    system=self._system,
-                )
-                _logger.info(
-                    "lmdb backend open: directory=%s map_bytes=%d", self._directory, self._map_bytes
-                )
-            self._opened = True
+        self._env.open(self._open_env)
+
+    def _open_env(self) -> LmdbEnv:
+        env = LmdbEnv.open(
+            self._directory,
+            map_bytes=self._map_bytes,
+            readahead=True,
+            durable=self._durable,
+            tier=self._tier,
+            system=self._system,
+        )
+        _logger.info(
+            "lmdb backend open: directory=%s map_bytes=%d", self._directory, self._map_bytes
+        )
+        return env
 
     def write(self, records: Sequence[RecordIo]) -> dict[int, FailureReason]:
         """Write records in one transaction, or as many as their codec needs. See `Backend.write`.
@@ -128,7 +125,7 @@ class LmdbBackend:
         A record whose place is impossible, or whose slot is too short, fails with `LAYOUT`.
         """
         places = parse_places([record.place for record in records])
-        fits = _fits(records, places)
+        fits = storable_places(places, [len(record.slot) for record in records])
         failed = dict.fromkeys(np.flatnonzero(~fits).tolist(), FailureReason.LAYOUT)
         indices = np.flatnonzero(fits).tolist()
         places = places[fits]
@@ -142,7 +139,7 @@ class LmdbBackend:
     def read(self, records: Sequence[RecordIo]) -> dict[int, FailureReason]:
         """Copy values to slots in short read transactions, and verify. See `Backend.read`."""
         places = parse_places([record.place for record in records])
-        fits = _fits(records, places)
+        fits = storable_places(places, [len(record.slot) for record in records])
         failed = dict.fromkeys(np.flatnonzero(~fits).tolist(), FailureReason.CORRUPT)
         causes = Counter({"impossible place": len(failed)} if failed else {})
         indices = np.flatnonzero(fits).tolist()
@@ -158,13 +155,13 @@ class LmdbBackend:
             rows=np.zeros((len(indices), HEADER_BYTES), np.uint8),
         )
         check = self._codec.check(batch, rank=self._rank)
-        db_keys = _db_keys(places)
+        db_keys = record_keys(places)
         try:
-            with self._environment() as env:
-                for start, stop in _spans(sizes):
+            with self._env.used() as env:
+                for start, stop in read_spans(sizes):
                     with env.read_views() as txn:
                         for position in range(start, stop):
-                            found = _copy_record(txn, db_keys[position], batch.payloads[position])
+                            found = copy_record(txn, db_keys[position], batch.payloads[position])
                             if found == b"":
                                 failed[indices[position]] = FailureReason.CORRUPT
                                 causes["payload length"] += 1
@@ -195,17 +192,17 @@ class LmdbBackend:
     ) -> FailureReason | None:
         """Delete the values in the runs and segments, and make their pages usable at once."""
         bounds = [(run.segment, run.first_page, run.first_page + run.page_count) for run in runs]
-        bounds += [(segment, 0, _PAGE_LIMIT) for segment in empty_segments]
+        bounds += [(segment, 0, PAGE_LIMIT) for segment in empty_segments]
         try:
-            with self._environment() as env:
+            with self._env.used() as env:
                 try:
-                    _delete(env, bounds)
+                    delete_runs(env, bounds)
                 except BackendFullError:
                     # Fewer deletions at once need fewer new pages of the tree.
-                    _age_free_pages(env)
+                    age_free_pages(env)
                     for bound in bounds:
-                        _delete(env, [bound])
-                _age_free_pages(env)
+                        delete_runs(env, [bound])
+                age_free_pages(env)
         except TierStoreError as error:
             return self._fail("release", error, 0)
         with self._lock:
@@ -219,15 +216,15 @@ class LmdbBackend:
         Raises:
             BackendError: the device refused.
         """
-        with self._environment() as env:
+        with self._env.used() as env:
             env.sync()
 
     def lost_segments(self, relied_on: AbstractSet[int] = frozenset()) -> AbstractSet[int]:
         """Return the segments in a database that is gone. See `Backend.lost_segments`."""
         try:
-            with self._environment() as env:
+            with self._env.used() as env:
                 if not env.is_lost():
-                    absent = _absent_segments(env, relied_on - set(self._seen))
+                    absent = absent_segments(env, relied_on - set(self._seen))
                     self._note_seen(relied_on - absent)
                     return absent
         except ClosedError:
@@ -238,9 +235,7 @@ class LmdbBackend:
 
     def close(self) -> None:
         """Close the environment when the calls under way have ended; idempotent."""
-        with self._lock:
-            self._opened = False
-            self._close_unused()
+        self._env.close()
 
     def _note_seen(self, segments: AbstractSet[int]) -> None:
         with self._lock:
@@ -268,15 +263,15 @@ class LmdbBackend:
         payloads = [slot[:size] for slot, size in zip(encoded.slots, sizes, strict=True)]
         values = [
             (db_key, headers[i * HEADER_BYTES : (i + 1) * HEADER_BYTES], payload)
-            for i, (db_key, payload) in enumerate(zip(_db_keys(places), payloads, strict=True))
+            for i, (db_key, payload) in enumerate(zip(record_keys(places), payloads, strict=True))
         ]
         failed: dict[int, FailureReason] = {}
         try:
-            with self._environment() as env:
+            with self._env.used() as env:
                 try:
-                    _put(env, values)
+                    put_records(env, values)
                 except BackendFullError:
-                    _age_free_pages(env)
+                    age_free_pages(env)
                     failed = self._write_each(env, values)
                 if self._durable:
                     env.sync()
@@ -291,7 +286,7 @@ class LmdbBackend:
         failed: dict[int, FailureReason] = {}
         for position, value in enumerate(values):
             try:
-                _put(env, [value])
+                put_records(env, [value])
             except BackendFullError as error:
                 failed[position] = self._fail("write", error, 1)
         return failed
@@ -302,139 +297,3 @@ class LmdbBackend:
         cause = name_of(foreign) if isinstance(foreign, OSError) else str(foreign)
         self._failures.report(action, cause, record_count=record_count)
         return _REASONS.get(type(error), FailureReason.IO_ERROR)
-
-    @contextmanager
-    def _environment(self) -> Iterator[LmdbEnv]:
-        """Use the environment; it is not closed before the last use has ended.
-
-        Raises:
-            ClosedError: after `close`.
-        """
-        with self._lock:
-            env = self._env
-            if env is None or not self._opened:
-                raise ClosedError(f"{self._directory}: the backend is closed")
-            self._user_count += 1
-        try:
-            yield env
-        except BackendCorruptError as error:
-            env.distrust(str(error))
-            raise
-        finally:
-            with self._lock:
-                self._user_count -= 1
-                self._close_unused()
-
-    def _close_unused(self) -> None:
-        if not self._opened and self._user_count == 0 and self._env is not None:
-            self._env.close()
-            self._env = None
-
-
-def _put(env: LmdbEnv, values: Sequence[tuple[bytes, bytes, memoryview]]) -> None:
-    """Store records, given as database key, header and payload, in one transaction."""
-    with env.write() as txn:
-        for db_key, header, payload in values:
-            body_bytes = lmdb_body_bytes(len(payload))
-            txn.put(db_key, payload[:body_bytes])
-            txn.put(db_key + _HEADER_SUFFIX, b"".join((header, payload[body_bytes:])))
-
-
-def _delete(env: LmdbEnv, bounds: Sequence[tuple[int, int, int]]) -> None:
-    """Delete the records of page ranges, given as segment, first and end page.
-
-    In transactions of bounded size, for a range may be all that there is, and each page of the
-    tree that one of them changes is copied.
-    """
-    left = list(bounds)
-    while left:
-        with env.write() as txn, txn.cursor() as cursor:
-            budget = _DELETE_COUNT_MAX
-            while left and budget:
-                budget = _delete_run(cursor, left[-1], budget)
-                if budget:
-                    left.pop()
-
-
-def _delete_run(cursor: Cursor, bound: tuple[int, int, int], budget: int) -> int:
-    """Delete up to `budget` items of a page range; return what is left of it, 0: go on."""
-    segment, first_page, end_page = bound
-    end_key = ((segment << 32) + end_page).to_bytes(9, "big")
-    found = cursor.set_range(((segment << 32) + first_page).to_bytes(8, "big"))
-    while budget and found and b"\0" + cursor.key() < end_key:
-        found = cursor.delete() and bool(cursor.key())
-        budget -= 1
-    return budget
-
-
-def _absent_segments(env: LmdbEnv, segments: AbstractSet[int]) -> AbstractSet[int]:
-    """Return the segments of which the database has nothing."""
-    if not segments:
-        return segments
-    with env.read_views() as txn, txn.cursor() as cursor:
-        return {
-            segment
-            for segment in segments
-            if not cursor.set_range((segment << 32).to_bytes(8, "big"))
-            or int.from_bytes(cursor.key()[:4], "big") != segment
-        }
-
-
-def _age_free_pages(env: LmdbEnv) -> None:
-    """Let the next transaction use what the last ones freed, but for what readers look at."""
-    env.forget_dead_readers()
-    for _ in range(2):
-        with env.write() as txn:
-            txn.put(_GENERATION_KEY, b"")
-
-
-def _copy_record(txn: ViewTransaction, db_key: bytes, payload: memoryview) -> bytes | None:
-    """Fill `payload` and return the header; None: nothing is there; empty: a length is wrong."""
-    body = txn.get(db_key)
-    rest = txn.get(db_key + _HEADER_SUFFIX)
-    if body is None and rest is None:
-        return None
-    if body is None or rest is None or len(rest) < HEADER_BYTES:
-        return b""
-    if len(body) + len(rest) != HEADER_BYTES + len(payload):
-        return b""
-    payload[: len(body)] = body
-    payload[len(body) :] = rest[HEADER_BYTES:]
-    return bytes(rest[:HEADER_BYTES])
-
-
-def _spans(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Cut records into half-open runs [start, stop) of about `_READ_BYTES_MAX`."""
-    start = span_bytes = 0
-    for stop, size in enumerate(sizes, 1):
-        span_bytes += size
-        if span_bytes >= _READ_BYTES_MAX or stop == len(sizes):
-            yield start, stop
-            start, span_bytes = stop, 0
-
-
-def _fits(records: Sequence[RecordIo], places: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
-    """Say which places can exist and have room in their slots."""
-    slot_bytes = np.array([len(record.slot) for record in records], np.int64)
-    fits: npt.NDArray[np.bool_] = (
-        (places["index"] < EXTENT_RECORDS_MAX)
-        & (places["payload_bytes"] > 0)
-        & (places["payload_bytes"] <= slot_bytes)
-        & (_pages(places) < _PAGE_LIMIT)
-    )
-    return fits
-
-
-def _pages(places: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
-    index = places["index"].astype(np.int64)
-    pages: npt.NDArray[np.int64] = places["header_page"] + index * places["stride_pages"]
-    return pages
-
-
-def _db_keys(places: npt.NDArray[np.void]) -> list[bytes]:
-    """Return segment and page, both big-endian, so that a run of pages is a range of keys."""
-    encoded = (
-        (places["segment"].astype(np.uint64) << 32) + _pages(places).astype(np.uint64)
-    ).astype(">u8")
-    joined = encoded.tobytes()
-    return [joined[start : start + 8] for start in range(0, len(joined), 8)]

@@ -15,30 +15,30 @@ from tierstore.testing.copy_conformance import BLOCK_COUNT
 def test_a_full_queue_holds_copies_back_and_poll_submits_them() -> None:
     """Plain copies of one run per layer: a fraction of them fits."""
     setup = Setup(has_batch=False, has_kernel=False, steps_per_query=1)
-    offloads = setup.engine._lanes[0]._stream
-    setup.api.held.add(offloads)
+    offloads = setup.engine._streams[0]._stream
+    setup.api.streams.held.add(offloads)
     count = ENTRIES_MAX
     for copy_id in range(count):
         setup.slot(copy_id % BLOCK_COUNT)[:] = 0
         setup.offload(copy_id, [copy_id % BLOCK_COUNT], [copy_id % BLOCK_COUNT])
-    assert setup.api.depth_max <= ENTRIES_MAX
+    assert setup.api.streams.depth_max <= ENTRIES_MAX
     setup.engine.poll()
-    assert setup.api.depth_max <= ENTRIES_MAX
-    setup.api.held.clear()
+    assert setup.api.streams.depth_max <= ENTRIES_MAX
+    setup.api.streams.held.clear()
     assert setup.wait(*range(count)) == list(range(count))
-    assert setup.api.depth_max <= ENTRIES_MAX
+    assert setup.api.streams.depth_max <= ENTRIES_MAX
     setup.engine.close()
 
 
 def test_batches_fill_a_stream_by_their_runs() -> None:
     setup = Setup(slot_count=TABLE_ROWS)
-    offloads = setup.engine._lanes[0]._stream
-    setup.api.held.add(offloads)
+    offloads = setup.engine._streams[0]._stream
+    setup.api.streams.held.add(offloads)
     blocks = np.arange(TABLE_ROWS) % BLOCK_COUNT
     for copy_id in range(2):  # each five batches, for every chunk has five layers
         setup.offload(copy_id, blocks, np.arange(TABLE_ROWS))
     assert setup.api.calls.count("copy_batch") == 6
-    setup.api.held.clear()
+    setup.api.streams.held.clear()
     assert setup.wait(0, 1) == [0, 1]
     assert setup.api.calls.count("copy_batch") == 10
     setup.engine.close()
@@ -46,23 +46,23 @@ def test_batches_fill_a_stream_by_their_runs() -> None:
 
 def test_a_queue_that_has_emptied_takes_as_many_copies_again() -> None:
     setup = Setup(has_batch=False, has_kernel=False)
-    offloads = setup.engine._lanes[0]._stream
+    offloads = setup.engine._streams[0]._stream
     fitting = ENTRIES_MAX // LAYERS
     for _ in range(3):
         setup.api.calls.clear()
-        setup.api.held.add(offloads)
+        setup.api.streams.held.add(offloads)
         for copy_id in range(fitting):
             setup.offload(copy_id, [copy_id % BLOCK_COUNT], [copy_id % BLOCK_COUNT])
         assert setup.api.calls.count("copy_each") == fitting
-        setup.api.held.clear()
+        setup.api.streams.held.clear()
         setup.wait(*range(fitting))
     setup.engine.close()
 
 
 def test_a_fence_hurries_what_is_held_back() -> None:
     setup = Setup(has_batch=False, has_kernel=False)
-    offloads = setup.engine._lanes[0]._stream
-    setup.api.held.add(offloads)
+    offloads = setup.engine._streams[0]._stream
+    setup.api.streams.held.add(offloads)
     count = ENTRIES_MAX // LAYERS + 10
     for copy_id in range(count):
         setup.compute(copy_id % BLOCK_COUNT, copy_id % 251)
@@ -71,7 +71,7 @@ def test_a_fence_hurries_what_is_held_back() -> None:
     last = count - 1
     setup.engine.fence((CopyId(last),))
     setup.compute(last % BLOCK_COUNT, 252)
-    setup.api.held.clear()
+    setup.api.streams.held.clear()
     setup.wait(*range(count))
     assert (setup.slot(last % BLOCK_COUNT) == last % 251).all()
     setup.api.run_all()
@@ -82,8 +82,8 @@ def test_a_fence_hurries_what_is_held_back() -> None:
 @pytest.mark.parametrize(("has_batch", "call"), [(True, "copy_batch"), (False, "copy_each")])
 def test_kernels_wait_for_a_free_table_and_a_fence_does_without(has_batch, call) -> None:
     setup = Setup(KERNELS, has_batch=has_batch)
-    offloads = setup.engine._lanes[0]._stream
-    setup.api.held.add(offloads)
+    offloads = setup.engine._streams[0]._stream
+    setup.api.streams.held.add(offloads)
     for copy_id in range(20):
         setup.fill(copy_id % BLOCK_COUNT, copy_id + 1)
         setup.offload(copy_id, [copy_id % BLOCK_COUNT], [copy_id % BLOCK_COUNT])
@@ -91,7 +91,7 @@ def test_kernels_wait_for_a_free_table_and_a_fence_does_without(has_batch, call)
     setup.engine.fence((CopyId(19),))
     assert setup.api.calls.count("copy_by_kernel") == 8
     assert [name for name in setup.api.calls if name.startswith("copy_")][8:] == [call] * 12
-    setup.api.held.clear()
+    setup.api.streams.held.clear()
     setup.wait(*range(20))
     assert (setup.slot(3) == 20).all()
     setup.engine.close()
@@ -202,11 +202,11 @@ def test_a_submission_uses_the_room_of_copies_that_ended_since_the_last_poll() -
 
 def test_a_fence_uses_the_tables_of_kernels_that_ended_since_the_last_poll() -> None:
     setup = Setup(KERNELS)
-    offloads = setup.engine._lanes[0]._stream
-    setup.api.held.add(offloads)
+    offloads = setup.engine._streams[0]._stream
+    setup.api.streams.held.add(offloads)
     for copy_id in range(10):
         setup.offload(copy_id, [copy_id], [copy_id])
-    setup.api.held.clear()
+    setup.api.streams.held.clear()
     setup.api.run_all()
     setup.engine.fence((CopyId(9),))
     assert setup.api.calls.count("copy_by_kernel") == 10

@@ -8,7 +8,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, suppress
 from typing import NamedTuple, Self
 
-from tierstore.backend.inventory import segment_name
+from tierstore.backend.names import segment_name
 from tierstore.device.directory import Directory
 
 __all__ = ["SeenFiles"]

@@ -5,9 +5,6 @@ frees while we read it comes back as zeros or not at all, and never verifies.
 """
 
 import logging
-import mmap
-import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
@@ -16,22 +13,20 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.backend.extent import (
-    ReadPart,
-    ReadRun,
+from tierstore.backend.failure import FailureLog, name_of, reason_of
+from tierstore.backend.protocol import RecordIo
+from tierstore.backend.segments.extent import (
     end_page,
-    plan_reads,
     split_extents,
     valid_places,
 )
-from tierstore.backend.failure import FailureLog, name_of, reason_of, unread_reason_of
-from tierstore.backend.header_cache import HeaderCache
-from tierstore.backend.probe import probe
-from tierstore.backend.protocol import RecordIo
-from tierstore.backend.segment import Segment, SegmentFiles
+from tierstore.backend.segments.files import SegmentFiles
+from tierstore.backend.segments.header_pages import HeaderRoom
+from tierstore.backend.segments.probe import probe
+from tierstore.backend.segments.reader import RecordReader
 from tierstore.bounded_log import bounded
-from tierstore.codec.plain import PlainCodec, ReadBatch, RecordCodec
-from tierstore.codec.record import EXTENT_RECORDS_MAX, HEADER_BYTES, Mismatch, parse_places
+from tierstore.codec.plain import PlainCodec, RecordCodec
+from tierstore.codec.record import EXTENT_RECORDS_MAX, parse_places
 from tierstore.config.model import IoMode
 from tierstore.device.marker import open_below
 from tierstore.device.remedies import explain, remedy_of
@@ -43,24 +38,6 @@ from tierstore.transfer import FailureReason, PageRun
 __all__ = ["FileBackend"]
 
 _logger = bounded(logging.getLogger(__name__))
-
-_HEADER_PAGES_MAX = 32
-"""Extents that one pass of a read touches: the thread's buffer for header pages is that large."""
-
-_FAILED_REREADS_MAX = 2
-"""Records read once more, one by one, after the device failed; then the rest is given up."""
-
-
-class _HeaderPages(threading.local):
-    """Page-aligned room for header pages, one per thread."""
-
-    def __init__(self) -> None:
-        self.buffer = memoryview(mmap.mmap(-1, _HEADER_PAGES_MAX * PAGE_BYTES))
-        self.rows = np.frombuffer(self.buffer, np.uint8).reshape(-1, HEADER_BYTES)
-
-    def page(self, number: int) -> memoryview:
-        """Return one page of the room."""
-        return self.buffer[number * PAGE_BYTES : (number + 1) * PAGE_BYTES]
 
 
 class FileBackend:
@@ -94,9 +71,9 @@ class FileBackend:
         self._durable = durable
         self._system = system
         self._files = SegmentFiles(directory, system=system, tier=tier)
-        self._headers = HeaderCache()
-        self._scratch = _HeaderPages()
+        self._room = HeaderRoom()
         self._failures = FailureLog(directory)
+        self._reader = RecordReader(self._files, self._room, self._codec, self._failures, rank=rank)
         self._opened = False
 
     def open(self) -> None:
@@ -162,13 +139,7 @@ class FileBackend:
         failed = dict.fromkeys(np.flatnonzero(~fits).tolist(), FailureReason.CORRUPT)
         if failed:
             self._failures.report("read", "impossible place", record_count=len(failed))
-        suspects: list[int] = []
-        if len(failed) < len(records):
-            for part in plan_reads(places, np.flatnonzero(fits), _HEADER_PAGES_MAX):
-                suspects += self._read_part(records, part)
-        if suspects:
-            failed.update(self._read_again(records, places, suspects))
-        return failed
+        return failed | self._reader.read(records, places, np.flatnonzero(fits))
 
     def release(
         self, runs: Sequence[PageRun], empty_segments: Sequence[int]
@@ -180,7 +151,7 @@ class FileBackend:
         if not self._opened:
             return FailureReason.CLOSED
         empty = set(empty_segments)
-        self._headers.drop_segments(empty.union(run.segment for run in runs))
+        self._reader.forget(empty.union(run.segment for run in runs))
         punched = [run for run in runs if run.segment not in empty]
         reasons = self._release(self._files, punched, empty_segments)
         for directory in self._list_leftovers(reasons):
@@ -223,7 +194,7 @@ class FileBackend:
         segment_bytes = int(places["segment_pages"][0]) * PAGE_BYTES
         stride_pages = int(places["stride_pages"][0])
         offset = header_page * PAGE_BYTES
-        self._scratch.rows[len(records) : EXTENT_RECORDS_MAX] = 0
+        self._room.rows[len(records) : EXTENT_RECORDS_MAX] = 0
         is_whole = True
         try:
             held = self._files.acquire_for_write(segment, segment_bytes, offset=offset)
@@ -233,7 +204,7 @@ class FileBackend:
                     if start:
                         offset = (header_page + 1 + start * stride_pages) * PAGE_BYTES
                     else:
-                        buffers = [self._scratch.page(0), *buffers]
+                        buffers = [self._room.page(0), *buffers]
                         offset = header_page * PAGE_BYTES
                     written = self._files.write(held, buffers, offset)
                     is_whole = is_whole and written == sum(map(len, buffers))
@@ -260,126 +231,8 @@ class FileBackend:
             places["payload_bytes"],
             rank=self._rank,
         )
-        self._scratch.rows[start : start + len(records)] = encoded.headers
+        self._room.rows[start : start + len(records)] = encoded.headers
         return list(encoded.slots)
-
-    def _read_part(self, records: Sequence[RecordIo], part: ReadPart) -> list[int]:
-        """Read the runs of a part; return the indices of records that did not verify."""
-        chosen = [records[index] for index in part.indices]
-        payload_bytes = part.places["payload_bytes"]
-        batch = ReadBatch(
-            keys=[record.key for record in chosen],
-            payload_bytes=payload_bytes,
-            payloads=[
-                record.slot[:size]
-                for record, size in zip(chosen, payload_bytes.tolist(), strict=True)
-            ],
-            rows=self._scratch.rows,
-            numbers=part.extents * EXTENT_RECORDS_MAX + part.places["index"].astype(np.int64),
-        )
-        check = self._codec.check(batch, rank=self._rank)
-        for run in part.runs:
-            # The run is verified at once, while its slots are in the processor's cache.
-            check.examine(run.start, self._read_run(run, part, chosen))
-        verified = check.verified()
-        self._keep_headers(part, verified)
-        if verified.all():
-            return []
-        return [part.indices[position] for position in np.flatnonzero(~verified).tolist()]
-
-    def _read_run(self, run: ReadRun, part: ReadPart, chosen: list[RecordIo]) -> int:
-        """Read one run into its slots; return the position behind the last record that arrived."""
-        buffers: list[memoryview] = []
-        extents = part.extents[run.start : run.stop].tolist()
-        heads = (part.places["index"][run.start : run.stop] == 0).tolist()
-        for record, extent, head in zip(chosen[run.start : run.stop], extents, heads, strict=True):
-            if head:
-                buffers.append(self._scratch.page(extent))
-            buffers.append(record.slot)
-        try:
-            held = self._files.acquire(run.segment)
-            try:
-                if not run.starts_with_header:
-                    self._fetch_header(held, part, run.start)
-                done = self._files.read(held, buffers, run.first_page * PAGE_BYTES)
-            finally:
-                self._files.release(held)
-        except OSError:
-            # Each record is tried again alone, which finds out what is wrong with which.
-            return run.start
-        end_pages = part.end_pages[run.start : run.stop]
-        arrived = end_pages <= run.first_page + done // PAGE_BYTES
-        return run.start + int(arrived.sum())
-
-    def _fetch_header(self, held: Segment, part: ReadPart, position: int) -> None:
-        """Bring the header page of a run that starts inside its extent."""
-        place = part.places[position]
-        segment, header_page = int(place["segment"]), int(place["header_page"])
-        page = self._scratch.page(int(part.extents[position]))
-        known = self._headers.get(segment, header_page)
-        if known is None:
-            self._files.read(held, [page], header_page * PAGE_BYTES)
-        else:
-            page[:] = known
-
-    def _keep_headers(self, part: ReadPart, verified: npt.NDArray[np.bool_]) -> None:
-        """Hold the header pages of which a record was verified, but others may be read later."""
-        for run in part.runs:
-            if verified[run.start : run.stop].all():
-                last = part.places[run.stop - 1]
-                segment, header_page = int(last["segment"]), int(last["header_page"])
-                page = self._scratch.page(int(part.extents[run.stop - 1]))
-                self._headers.put(segment, header_page, bytes(page))
-
-    def _read_again(
-        self, records: Sequence[RecordIo], places: npt.NDArray[np.void], suspects: list[int]
-    ) -> dict[int, FailureReason]:
-        """Read records one by one, header page anew; return those that fail for good.
-
-        A stale header page, a segment unlinked meanwhile, one bad sector among good ones and a
-        read that overtook an eviction all end up here.
-        """
-        failed: dict[int, FailureReason] = {}
-        causes: Counter[str] = Counter()
-        rereads_left = _FAILED_REREADS_MAX
-        mismatch: Mismatch | None = None
-        for index in suspects:
-            if rereads_left > 0:
-                mismatch = self._read_alone(records[index], places[index])
-            if mismatch is not None:
-                failed[index] = mismatch.reason
-                causes[mismatch.cause] += 1
-                rereads_left -= mismatch.reason is FailureReason.IO_ERROR
-        for cause, count in causes.items():
-            self._failures.report("read", cause, record_count=count)
-        return failed
-
-    def _read_alone(self, record: RecordIo, place: np.void) -> Mismatch | None:
-        segment, header_page = int(place["segment"]), int(place["header_page"])
-        index, size = int(place["index"]), int(place["payload_bytes"])
-        payload_page = header_page + 1 + index * int(place["stride_pages"])
-        page = self._scratch.page(0)
-        self._headers.drop(segment, header_page)
-        self._files.forget_unlinked()
-        try:
-            held = self._files.acquire(segment)
-            try:
-                done = self._files.read_unmapped(held, [page], header_page * PAGE_BYTES)
-                done += self._files.read_unmapped(held, [record.slot], payload_page * PAGE_BYTES)
-                end = payload_page * PAGE_BYTES + len(record.slot)
-                is_there = self._files.reaches(held, end)
-            finally:
-                self._files.release(held)
-        except FileNotFoundError:
-            return Mismatch(FailureReason.ABSENT, "no segment")
-        except OSError as error:
-            return Mismatch(unread_reason_of(error), name_of(error))
-        if done < PAGE_BYTES + len(record.slot):
-            if is_there:  # whatever stopped the read may pass, and the record is none the worse
-                return Mismatch(FailureReason.IO_ERROR, "short read")
-            return Mismatch(FailureReason.ABSENT, "segment ends before the record")
-        header = bytes(page[index * HEADER_BYTES : (index + 1) * HEADER_BYTES])
-        return self._codec.explain(header, record.slot[:size], record.key, rank=self._rank)
 
     def _list_leftovers(self, reasons: list[FailureReason | None]) -> Sequence[Path]:
         try:

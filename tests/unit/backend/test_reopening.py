@@ -2,9 +2,9 @@
 
 import shutil
 
-from tierstore.backend.late import LateBackend
-from tierstore.backend.lmdb import LmdbBackend
-from tierstore.testing.backend_conformance import Extent, write_extent
+from tierstore.backend.lmdb.backend import LmdbBackend
+from tierstore.backend.reopening import ReopeningBackend
+from tierstore.testing.extents import Extent, write_extent
 
 
 def test_a_database_that_goes_just_after_it_was_opened_is_made_again(tmp_path):
@@ -21,13 +21,13 @@ def test_a_database_that_goes_just_after_it_was_opened_is_made_again(tmp_path):
             shutil.rmtree(rank)
         return backend
 
-    late = LateBackend("disk", open_backend, rank, has_database=True)
+    backend = ReopeningBackend("disk", open_backend, rank, has_database=True)
     try:
-        late.open()
+        backend.open()
         extent = Extent(2, 9000)
-        write_extent(late, extent)
+        write_extent(backend, extent)
         assert (rank / "payload" / "data.mdb").exists()
-        assert extent.served(late) == [None, None]
-        assert late.lost_segments() == set()
+        assert extent.served(backend) == [None, None]
+        assert backend.lost_segments() == set()
     finally:
-        late.close()
+        backend.close()

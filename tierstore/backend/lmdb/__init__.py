@@ -1,0 +1,1 @@
+"""Payload in LMDB, one environment per rank."""

@@ -1,0 +1,1 @@
+"""Payload in segment files, one directory per rank."""
