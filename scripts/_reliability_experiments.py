@@ -46,7 +46,7 @@ for is_frozen, faults in engines_of(sys.argv[1]).items():
     found["phases"] += [(name, answers[name]) for name in names]
 print(json.dumps(found))
 """
-"""Runs the lab of `tests/vllm/device_faults.py`: real engines, all phases."""
+"""Runs the lab of `tests/vllm/support/device_faults.py`: real engines, all phases."""
 
 
 @dataclass(kw_only=True)
@@ -313,7 +313,13 @@ PARTS: dict[str, Callable[[bool, int], Iterator[Experiment]]] = {
 """By name: makes the experiments of a part."""
 
 PYTHONPATH = [
-    *(ROOT, ROOT / "adapters" / "vllm", ROOT / "tests", FAULTS, ROOT / "tests" / "vllm"),
+    *(
+        ROOT,
+        ROOT / "adapters" / "vllm",
+        ROOT / "tests",
+        FAULTS,
+        ROOT / "tests" / "vllm" / "support",
+    ),
     *(Path(path) for path in sys.path if path.endswith("site-packages")),
 ]
 """Of every process."""
