@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tierstore.planner import OffloadPlanner
+from tierstore.policy.use import UNKNOWN_USE
 from tierstore.transfer import JobId
 from tierstore_vllm.lora.digests import AdapterRequests
 from tierstore_vllm.messages import Adapter, AdapterClaim, AdapterUse
@@ -70,4 +71,5 @@ class KnownRequests:
     def _introduce(self, request: "Request") -> None:
         hashes = self._adapters.hashes(request)
         if hashes is not None:
-            self._planner.add_request(request.request_id, hashes)
+            use = self._params.use_of(request) if self._planner.needs_use else UNKNOWN_USE
+            self._planner.add_request(request.request_id, hashes, use)
