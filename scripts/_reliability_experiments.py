@@ -47,7 +47,7 @@ for is_frozen, faults in engines_of(sys.argv[1]).items():
     found["phases"] += [(name, answers[name]) for name in names]
 print(json.dumps(found))
 """
-"""Runs the lab of `tests/vllm/device_faults.py`: real engines, all phases."""
+"""Runs the lab of `tests/vllm/support/device_faults.py`: real engines, all phases."""
 
 
 @dataclass(kw_only=True)
@@ -315,7 +315,7 @@ PARTS: dict[str, Callable[[bool, int], Iterator[Experiment]]] = {
 
 _PYTEST = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
 PYTHONPATH = [
-    *(ROOT / name for name in (*_PYTEST["pythonpath"], "tests/vllm")),
+    *(ROOT / name for name in _PYTEST["pythonpath"]),
     *(Path(path) for path in sys.path if path.endswith("site-packages")),
 ]
 """Of every process: what tests import from, and the lab of vLLM."""

@@ -2,8 +2,8 @@
 
     scripts/families.py [--families llama gemma3 ...] [--results FOLDER] [--write]
 
-Each family is a tiny model with random weights (tests/vllm/family_configs.py). Engines run one
-after the other: without tierstore, cold and then hitting vLLM's own cache; with it, first cold,
+Each family is a tiny model with random weights (tests/vllm/support/family_configs.py). Engines run
+one after the other: without tierstore, cold and then hitting vLLM's own cache; with it, first cold,
 then with vLLM's own cache emptied; a new process on the same disk, in which requests are then
 aborted after 0, 1, 2, ... steps while loads are slow, and the prompts asked once more; a new
 process on a damaged copy of the disk; and a cache so small that requests are preempted, without
@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "vllm"))
+sys.path.insert(0, str(ROOT / "tests" / "vllm" / "support"))
 
 from engine import EngineResult, Round, run_engine  # noqa: E402 - the tests' harness
 from family_configs import CONFIGS, ENGINE_ARGUMENTS  # noqa: E402

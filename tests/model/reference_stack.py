@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 
+from tierstore.policy.use import UNKNOWN_USE
 from tierstore.tier.reservation import ChunkState, LoadReservation, OffloadReservation
 from tierstore.tier.stack import TierStack
 from tierstore.transfer import JobId, Place, Promote
@@ -16,11 +17,17 @@ IN_SLOT = (ChunkState.ARRIVING, ChunkState.RESIDENT)
 class ReferenceStack(TierStack):
     """States by key; `contents` is what a key's slot holds.
 
+    With `needs_use` it keeps what it is told of uses: `told` are (call, use, keys).
+
     Without `slot_count` there is room for everything. With it, chunks that no transfer holds go
     when others need their slots.
     """
 
-    def __init__(self, slot_count=None):
+    needs_use = False
+
+    def __init__(self, slot_count=None, *, needs_use=False):
+        self.needs_use = needs_use
+        self.told = []
         self.slot_count = 1 << 40 if slot_count is None else slot_count
         self.states = {}
         self.slots = {}
@@ -46,7 +53,7 @@ class ReferenceStack(TierStack):
     def locate_run(self, keys):
         return self.locate(keys)
 
-    def touch(self, keys):
+    def touch(self, keys, use=UNKNOWN_USE):
         pass
 
     def commands(self):
@@ -58,7 +65,8 @@ class ReferenceStack(TierStack):
     def has_work(self):
         return False
 
-    def reserve_offload(self, group_idx, keys):
+    def reserve_offload(self, group_idx, keys, *, use=UNKNOWN_USE):
+        self.told.append(("offload", use, list(keys)))
         wanted = {}
         for i, key in enumerate(keys):
             if self.states.get(key, ChunkState.ABSENT) in (ChunkState.ABSENT, ChunkState.RECORDED):
@@ -115,7 +123,8 @@ class ReferenceStack(TierStack):
         keys = {key for _, keys in groups for key in keys}
         return len(keys.union(self._held())) <= self.slot_count
 
-    def reserve_load(self, groups):
+    def reserve_load(self, groups, *, use=UNKNOWN_USE):
+        self.told.append(("load", use, [key for _, keys in groups for key in keys]))
         job_id = self.new_job_id()
         states = [[self.states.get(key, ChunkState.ABSENT) for key in keys] for _, keys in groups]
         if self.refuses_loads or any(s < ChunkState.RECORDED for row in states for s in row):

@@ -11,9 +11,9 @@ from tierstore import Manifest, TierStore, make_offload_keys
 from tierstore.config import load_config
 from tierstore.testing.spread import spread_hashes
 from tierstore.tier.disk.lookup import ASKED_AT_ONCE_MAX
-from tierstore_vllm import scheduler
 from tierstore_vllm.layout import EngineShape
 from tierstore_vllm.scheduler import SchedulerHalf
+from tierstore_vllm.scheduler import half as half_module
 
 CHUNK = 4096
 MANIFEST = Manifest.simple("m", CHUNK)
@@ -85,7 +85,7 @@ def engine_step(scheduled_tokens: dict[str, int]) -> SimpleNamespace:
 def test_a_step_with_nothing_to_do_lets_our_threads_work(tmp_path, monkeypatch) -> None:
     half = open_half(tmp_path, recorded=0)
     pauses: list[float] = []
-    monkeypatch.setattr(scheduler, "time", SimpleNamespace(sleep=pauses.append))
+    monkeypatch.setattr(half_module, "time", SimpleNamespace(sleep=pauses.append))
     assert half.build_connector_meta(engine_step({"r": 1})).is_empty()
     assert pauses == [], "what is computed must not wait"
     assert half.build_connector_meta(engine_step({})).is_empty()

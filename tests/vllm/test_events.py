@@ -51,12 +51,8 @@ from tierstore.metrics import Counters
 from tierstore.tier.opening import open_stack
 from tierstore.tier.reservation import ChunkState
 from tierstore.tier.residency import ResidencyChange, ResidencyLog
-from tierstore_vllm.kv_events.publisher import (
-    EventGroup,
-    EventSource,
-    TokenSpan,
-    describe_event_groups,
-)
+from tierstore_vllm.kv_events.engine_words import EventGroup, describe_event_groups
+from tierstore_vllm.kv_events.source import EventSource, TokenSpan
 from tierstore_vllm.layout import EngineShape
 from tierstore_vllm.scheduler import SchedulerHalf
 

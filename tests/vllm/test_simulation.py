@@ -2,8 +2,9 @@
 
 Goal: whatever happens in whatever order, no token is computed from a wrong byte, every request
 ends, and nothing leaks.
-Method: see `simulation`. Each test runs some of its seeds; `python tests/vllm/simulation.py` runs
-as many as asked for. Controls take one rule out of the planner and expect to be caught.
+Method: see `simulation`. Each test runs some of its seeds;
+`python tests/vllm/support/simulation.py` runs as many as asked for. Controls take one rule out of
+the planner and expect to be caught.
 """
 
 from collections import Counter

@@ -8,6 +8,8 @@ import numpy as np
 from tierstore.key import OffloadKey
 from tierstore.layout import GroupKind
 from tierstore.planner.groups import GroupOffloadConfig
+from tierstore.planner.use import at_depth
+from tierstore.policy.use import UNKNOWN_USE, UseContext
 from tierstore.tier.reservation import LoadReservation
 from tierstore.tier.stack import TierStack
 from tierstore.transfer import IntArray, Load, LoadPart
@@ -46,6 +48,7 @@ class _Wanted:
     """Chunks of one group, and the blocks they go to."""
 
     config: GroupOffloadConfig
+    first_chunk: int
     keys: list[OffloadKey]
     rows: IntArray
 
@@ -55,8 +58,12 @@ def build_load(
     configs: Sequence[GroupOffloadConfig],
     block_hashes: Sequence[bytes],
     target: LoadTarget,
+    use: UseContext | None = None,
 ) -> PlannedLoad | None:
     """Reserve everything that the fresh blocks need, all or nothing.
+
+    The tiers are told the request's `use`, from the first chunk of the first group that loads any;
+    None: they do not go by uses.
 
     The blocks decide what is loaded, not the window: each block that the engine handed out must
     hold valid bytes afterwards, because the engine will share it by its hash.
@@ -76,10 +83,13 @@ def build_load(
             return None
         if len(chunks) < len(keys):
             keys = [keys[i] for i in (chunks - first).tolist()]
-        wanted.append(_Wanted(config, keys, rows[chunks]))
+        wanted.append(_Wanted(config, base + first, keys, rows[chunks]))
     if not wanted:
         return None
-    reservation = stack.reserve_load([(w.config.spec.group_idx, w.keys) for w in wanted])
+    reservation = stack.reserve_load(
+        [(w.config.spec.group_idx, w.keys) for w in wanted],
+        use=UNKNOWN_USE if use is None else at_depth(use, wanted[0].first_chunk),
+    )
     if reservation is None:
         return None
     parts = tuple(

@@ -1,7 +1,8 @@
 """Which chunks a step completes, and the offloads that carry them into the primary tier."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,7 +11,9 @@ from tierstore.planner.groups import GroupOffloadConfig
 from tierstore.planner.in_flight import InFlight, OffloadJob
 from tierstore.planner.request import RequestGroupState, RequestOffloadState
 from tierstore.planner.step import EngineStep, LastTable, Progress, StateBlock
+from tierstore.planner.use import at_depth
 from tierstore.planner.writes import StepWrites
+from tierstore.policy.use import UNKNOWN_USE, UseContext
 from tierstore.tier.stack import TierStack
 from tierstore.transfer import Offload
 
@@ -21,12 +24,16 @@ OFFLOAD_COUNT_MAX = 1024
 again."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Leftover:
-    """Chunks of one group that a request completed and nobody was offered before it ended."""
+# A named tuple, since each request that completes chunks makes one.
+class _Offer(NamedTuple):
+    """Chunks of one group that one request has completed."""
 
     request_id: str
+    use: UseContext | None
+    """The request's; None: the tiers do not go by uses."""
     group_idx: int
+    chunks: Sequence[int]
+    """Which ones, ascending."""
     hashes: Sequence[bytes]
     block_ids: Sequence[int]
     """Of all chunks in order, as many for each."""
@@ -34,23 +41,49 @@ class _Leftover:
 
 @dataclass(slots=True)
 class _Batch:
-    """Chunks of one group that this step completes, of all requests: one job."""
+    """Chunks of one group that this step completes: one job."""
 
+    group_idx: int
+    use: UseContext = UNKNOWN_USE
+    """Of the one request whose chunks these are, or unknown."""
     hashes: list[bytes] = field(default_factory=list)
     """Of which the keys are made, at once for all requests."""
     block_ids: list[int] = field(default_factory=list)
     """Of all chunks in order, as many for each."""
     request_ids: set[str] = field(default_factory=set)
 
-    def add(self, request_id: str, hashes: Sequence[bytes], block_ids: Sequence[int]) -> None:
-        """Take chunks of one request."""
-        self.hashes += hashes
-        self.block_ids += block_ids
-        self.request_ids.add(request_id)
+
+class _Batches:
+    """The batches of one step: by group, or by group and request where the tiers go by uses."""
+
+    def __init__(self) -> None:
+        self._batches: dict[int | tuple[int, str], _Batch] = {}
+
+    def __iter__(self) -> Iterator[_Batch]:
+        """Yield them in the order in which they were begun."""
+        return iter(self._batches.values())
+
+    def add(self, offer: _Offer) -> None:
+        """Take the chunks of an offer, if there are any."""
+        if not offer.hashes:
+            return
+        by_request = offer.use is not None
+        name = (offer.group_idx, offer.request_id) if by_request else offer.group_idx
+        batch = self._batches.get(name)
+        if batch is None:
+            batch = self._batches[name] = _Batch(offer.group_idx)
+            if offer.use is not None:
+                batch.use = at_depth(offer.use, offer.chunks[0])
+        batch.hashes += offer.hashes
+        batch.block_ids += offer.block_ids
+        batch.request_ids.add(offer.request_id)
 
 
 class Offloads:
-    """Turns progress into offloads: one job per group and step."""
+    """Turns progress into offloads: one job per group and step.
+
+    Where the tiers go by uses it is one per request, too, since each batch has one use.
+    """
 
     def __init__(
         self, configs: Sequence[GroupOffloadConfig], stack: TierStack, in_flight: InFlight
@@ -58,7 +91,7 @@ class Offloads:
         self._configs = {config.spec.group_idx: config for config in configs}
         self._stack = stack
         self._in_flight = in_flight
-        self._leftovers: list[_Leftover] = []
+        self._leftovers: list[_Offer] = []
 
     @property
     def has_leftovers(self) -> bool:
@@ -86,9 +119,9 @@ class Offloads:
             )
             if group.next_chunk < end:
                 rest = table[group.next_chunk * blocks_per_chunk : end * blocks_per_chunk]
-                hashes, blocks = _useful(config, state.block_hashes, group.next_chunk, rest)
-                if hashes:
-                    self._leftovers.append(_Leftover(request_id, group_idx, hashes, blocks))
+                left = _useful(request_id, state, config, group.next_chunk, rest)
+                if left.hashes:
+                    self._leftovers.append(left)
 
     def drop_leftovers(self) -> None:
         """Let nothing be offered of requests that have ended."""
@@ -103,30 +136,25 @@ class Offloads:
         `step.progress`: their requests are scheduled, so the engine took nothing from them but
         what lies before `alive_from`. A state it may have taken, whoever is scheduled.
         """
-        batches: dict[int, _Batch] = {}
+        batches = _Batches()
         if self._leftovers:
             self._offer_leftovers(batches, writes)
         for progress in step.progress:
             state = requests.get(progress.request_id)
             if state is not None and progress.ready_tokens >= state.next_ready_tokens:
-                for group_idx, group in state.groups.items():
-                    self._offer(batches, group_idx, group, state, progress)
+                for group in state.groups.values():
+                    self._offer(batches, group, state, progress)
                 state.expect_next_chunk()
         for block in step.state_blocks:
             state = requests.get(block.request_id)
             if state is None or state.is_outdated or block.request_id in step.preempted:
                 continue
             self._offer_state(batches, block, state, writes)
-        return [
-            offload
-            for group_idx, batch in batches.items()
-            if (offload := self._reserve(group_idx, batch)) is not None
-        ]
+        return [offload for batch in batches if (offload := self._reserve(batch)) is not None]
 
     def _offer(
         self,
-        batches: dict[int, _Batch],
-        group_idx: int,
+        batches: _Batches,
         group: RequestGroupState,
         state: RequestOffloadState,
         progress: Progress,
@@ -145,28 +173,26 @@ class Offloads:
         if first >= end:
             return
         offered = group.block_ids[first * blocks_per_chunk : end * blocks_per_chunk]
-        hashes, blocks = _useful(config, state.block_hashes, first, offered)
-        if hashes:
-            batch = batches.get(group_idx)
-            if batch is None:
-                batch = batches[group_idx] = _Batch()
-            batch.add(progress.request_id, hashes, blocks)
+        batches.add(_useful(progress.request_id, state, config, first, offered))
 
-    def _offer_leftovers(self, batches: dict[int, _Batch], writes: StepWrites) -> None:
+    def _offer_leftovers(self, batches: _Batches, writes: StepWrites) -> None:
         """Offer what requests left, but for chunks that lose a block to this very step."""
         written = writes.block_ids()
         for left in self._leftovers:
             per_chunk = len(left.block_ids) // len(left.hashes)
-            for i, block_hash in enumerate(left.hashes):
+            for i, (chunk, block_hash) in enumerate(zip(left.chunks, left.hashes, strict=True)):
                 blocks = left.block_ids[i * per_chunk : (i + 1) * per_chunk]
                 if written.isdisjoint(blocks):
-                    batch = batches.setdefault(left.group_idx, _Batch())
-                    batch.add(left.request_id, [block_hash], blocks)
+                    batches.add(
+                        _Offer(
+                            left.request_id, left.use, left.group_idx, [chunk], [block_hash], blocks
+                        )
+                    )
         self._leftovers.clear()
 
     def _offer_state(
         self,
-        batches: dict[int, _Batch],
+        batches: _Batches,
         block: StateBlock,
         state: RequestOffloadState,
         writes: StepWrites,
@@ -178,15 +204,16 @@ class Offloads:
             return
         chunk = block.boundary_tokens // config.tokens_per_chunk - 1
         hashes = config.hashes(state.block_hashes, chunk, chunk + 1)
-        if hashes:
-            batch = batches.setdefault(block.group_idx, _Batch())
-            batch.add(block.request_id, hashes, [block.block_id])
+        batches.add(
+            _Offer(block.request_id, state.use, block.group_idx, [chunk], hashes, [block.block_id])
+        )
 
-    def _reserve(self, group_idx: int, batch: _Batch) -> Offload | None:
+    def _reserve(self, batch: _Batch) -> Offload | None:
         if len(self._in_flight.offloads) >= OFFLOAD_COUNT_MAX:
             return None
+        group_idx = batch.group_idx
         keys = self._configs[group_idx].keys_of(batch.hashes)
-        reservation = self._stack.reserve_offload(group_idx, keys)
+        reservation = self._stack.reserve_offload(group_idx, keys, use=batch.use)
         if not reservation.keys:
             return None
         count = len(keys)
@@ -202,18 +229,21 @@ class Offloads:
 
 
 def _useful(
+    request_id: str,
+    state: RequestOffloadState,
     config: GroupOffloadConfig,
-    block_hashes: Sequence[bytes],
     first: int,
     block_ids: Sequence[int],
-) -> tuple[Sequence[bytes], Sequence[int]]:
-    """Return the hashes and blocks of those chunks, from `first` on, that a hit could need."""
-    per_chunk = config.spec.blocks_per_chunk
-    end = first + len(block_ids) // per_chunk
-    hashes = config.hashes(block_hashes, first, end)
-    if 0 not in block_ids and config.spec.kind is GroupKind.FULL:
-        return hashes, block_ids
-    rows = np.array(block_ids, np.int64).reshape(end - first, per_chunk)
-    ends = np.arange(first + 1, end + 1, dtype=np.int64) * config.tokens_per_chunk
-    chosen = np.flatnonzero(rows.all(axis=1) & config.can_serve_a_hit(ends))
-    return [hashes[i] for i in chosen.tolist()], rows[chosen].ravel().tolist()
+) -> _Offer:
+    """Offer those chunks of a request, from `first` on, that a hit could need."""
+    spec = config.spec
+    end = first + len(block_ids) // spec.blocks_per_chunk
+    chunks: Sequence[int] = range(first, end)
+    hashes = config.hashes(state.block_hashes, first, end)
+    if 0 in block_ids or spec.kind is not GroupKind.FULL:
+        rows = np.array(block_ids, np.int64).reshape(end - first, spec.blocks_per_chunk)
+        ends = np.arange(first + 1, end + 1, dtype=np.int64) * config.tokens_per_chunk
+        chosen = np.flatnonzero(rows.all(axis=1) & config.can_serve_a_hit(ends))
+        hashes = [hashes[i] for i in chosen.tolist()]
+        chunks, block_ids = (chosen + first).tolist(), rows[chosen].ravel().tolist()
+    return _Offer(request_id, state.use, spec.group_idx, chunks, hashes, block_ids)

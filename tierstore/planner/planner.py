@@ -18,7 +18,9 @@ from tierstore.planner.match import HitQuestion, match_prefix
 from tierstore.planner.offload import Offloads
 from tierstore.planner.request import RequestOffloadState, Wait
 from tierstore.planner.step import NOTHING_PLANNED, EngineStep, LastTable, PlannedStep
+from tierstore.planner.use import use_by
 from tierstore.planner.writes import StepWrites
+from tierstore.policy.use import UNKNOWN_USE, UseContext
 from tierstore.tier.stack import TierStack
 from tierstore.transfer import Command, JobId, StepPlan, TransferDone
 
@@ -113,11 +115,23 @@ class OffloadPlanner:
             config.spec.kind is not GroupKind.UNCACHED for config in self._configs
         )
 
-    def add_request(self, request_id: str, block_hashes: Sequence[bytes]) -> None:
-        """Get to know a request; `block_hashes` is the engine's live list."""
+    @property
+    def needs_use(self) -> bool:
+        """Whether `add_request` should be told what is known of requests."""
+        return self._stack.needs_use
+
+    def add_request(
+        self, request_id: str, block_hashes: Sequence[bytes], use: UseContext = UNKNOWN_USE
+    ) -> None:
+        """Get to know a request; `block_hashes` is the engine's live list.
+
+        `use` is what is known of it besides its id, and is ignored unless `needs_use`.
+        """
         self._idle_steps = 0
         if self._is_cacheable:
-            self._requests[request_id] = RequestOffloadState.build(block_hashes, self._configs)
+            told = use_by(request_id, use) if self.needs_use else None
+            state = RequestOffloadState.build(block_hashes, self._configs, told)
+            self._requests[request_id] = state
 
     def finish_request(self, request_id: str, last: LastTable | None = None) -> None:
         """Forget a request; its jobs go on and are settled by their answers.
@@ -165,7 +179,7 @@ class OffloadPlanner:
         state = self._requests.get(request_id)
         plan = None
         if state is not None:
-            plan = build_load(self._stack, self._configs, state.block_hashes, target)
+            plan = build_load(self._stack, self._configs, state.block_hashes, target, state.use)
         if state is None or plan is None:
             if state is not None:
                 state.note_failed_load()

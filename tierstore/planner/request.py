@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from tierstore.layout import GroupKind
 from tierstore.planner.groups import GroupOffloadConfig
+from tierstore.policy.use import UseContext
 from tierstore.transfer import JobId
 
 __all__ = ["RequestGroupState", "RequestOffloadState", "Wait"]
@@ -44,6 +45,8 @@ class RequestOffloadState:
     """By group index; groups whose blocks are handed over one by one (STATE) are left out."""
     state_lengths: dict[int, int]
     """Of those left out, by group index: how many entries the engine's table has."""
+    use: UseContext | None = None
+    """Of its first chunk; None: the tiers do not go by uses."""
     next_ready_tokens: int = _NEVER
     """So many computed tokens complete the next chunk of some group."""
     wait: Wait | None = None
@@ -63,7 +66,10 @@ class RequestOffloadState:
 
     @classmethod
     def build(
-        cls, block_hashes: Sequence[bytes], configs: Sequence[GroupOffloadConfig]
+        cls,
+        block_hashes: Sequence[bytes],
+        configs: Sequence[GroupOffloadConfig],
+        use: UseContext | None = None,
     ) -> "RequestOffloadState":
         """Start with empty tables; nothing is offloaded before the first full table."""
         groups = {
@@ -72,7 +78,7 @@ class RequestOffloadState:
             if config.spec.kind is not GroupKind.STATE
         }
         states = [c.spec.group_idx for c in configs if c.spec.kind is GroupKind.STATE]
-        return cls(block_hashes, groups, dict.fromkeys(states, 0))
+        return cls(block_hashes, groups, dict.fromkeys(states, 0), use)
 
     def replace_tables(self, tables: Sequence[Sequence[int]], computed_tokens: int) -> None:
         """Take full tables (admission, resumption): every chunk is offered again.

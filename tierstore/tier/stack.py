@@ -20,6 +20,7 @@ from tierstore.key import OffloadKey, get_offload_group_idx
 from tierstore.layout import GroupSpec
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters, Metric
+from tierstore.policy.use import UNKNOWN_USE, UseContext
 from tierstore.tier.disk.secondary import SecondaryTier
 from tierstore.tier.locator import Locator
 from tierstore.tier.memory.primary import PrimaryTier
@@ -129,6 +130,11 @@ class TierStack:
         """The rules of the secondary tiers, in their order."""
         return self._cascades
 
+    @property
+    def needs_use(self) -> bool:
+        """Whether a policy or an admission goes by uses; else callers need not make any."""
+        return False
+
     def new_job_id(self) -> JobId:
         """Return an id that was not used before."""
         return JobId(next(self._job_ids))
@@ -155,7 +161,11 @@ class TierStack:
         """Return how many leading chunks can be loaded now (resident or recorded)."""
         return self._locator.match_prefix(keys)
 
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
+    def touch(
+        self,
+        keys: Sequence[OffloadKey],
+        use: UseContext = UNKNOWN_USE,  # noqa: ARG002 - no policy asks yet
+    ) -> None:
         """Record a use of resident chunks of one prefix, head first and each once.
 
         Others are ignored.
@@ -165,7 +175,13 @@ class TierStack:
         if resident:
             self._touch_resident(resident)
 
-    def reserve_offload(self, group_idx: int, keys: Sequence[OffloadKey]) -> OffloadReservation:
+    def reserve_offload(
+        self,
+        group_idx: int,
+        keys: Sequence[OffloadKey],
+        *,
+        use: UseContext = UNKNOWN_USE,  # noqa: ARG002 - as in `touch`
+    ) -> OffloadReservation:
         """Reserve slots for chunks that are not in the primary tier yet.
 
         Chunks of one prefix come head first. What finds no room (pins) is left out from the tail
@@ -218,6 +234,7 @@ class TierStack:
         *,
         partial: bool = False,
         tried: Mapping[OffloadKey, int] = NONE_TRIED,
+        use: UseContext = UNKNOWN_USE,  # noqa: ARG002 - as in `touch`
     ) -> LoadReservation | None:
         """Pin resident chunks and reserve slots for recorded ones.
 

@@ -8,6 +8,7 @@
 All of them are pickled by vLLM, so they hold plain data and stay small.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
@@ -205,6 +206,12 @@ class RankTally:
         self._open = WorkerReport()
         self._late: set[JobId] = set()
         """Jobs whose first answer was given out."""
+        self._last: WorkerReport | None = None
+
+    def missed(self, reports: Sequence[WorkerReport]) -> Sequence[WorkerReport]:
+        """Return those reports, of the last ones of all steps, that were not added."""
+        added = [i for i, report in enumerate(reports) if report is self._last]
+        return reports[added[-1] + 1 if added else 0 :]
 
     def add(self, report: WorkerReport) -> list[TransferDone]:
         """Add one step's report; return the answers that now hold for all ranks.
@@ -212,6 +219,7 @@ class RankTally:
         A job is answered once, or twice if it was late on some rank: first when every rank has
         answered, then when every rank has settled.
         """
+        self._last = report
         dones = []
         for job_id, answer in report.answers.items():
             self._open.add(job_id, answer)

@@ -20,7 +20,7 @@ from tierstore.errors import ConfigError, TierStoreError
 from tierstore.manifest import Manifest
 from tierstore.quoting import named
 from tierstore_vllm.drain import drain
-from tierstore_vllm.kv_events.publisher import describe_event_groups
+from tierstore_vllm.kv_events.engine_words import describe_event_groups
 from tierstore_vllm.layout import describe_engine
 from tierstore_vllm.local import local_workers
 from tierstore_vllm.messages import StepMetadata, WorkerHello, WorkerReport

@@ -6,9 +6,9 @@ import sys
 
 import bench_dma
 import pytest
-from bench import dma_devices
+from bench import dma_devices, dma_shapes
 from bench.dma_devices import CpuDevice, CudaDevice
-from bench.dma_summary import summary
+from bench.dma_report import summary
 from python_paths import ROOT, environment
 
 from tierstore.testing.fake_cuda import FakeCuda
@@ -48,7 +48,7 @@ SIZES_KIB = [
 def test_chunks_have_the_size_and_the_runs_that_were_asked_for(layout, page_kib, chunk_kib) -> None:
     shape = bench_dma.chunk_shape(layout, page_kib << 10, chunk_kib << 10, 16 << 20)
     assert shape.chunk_bytes == chunk_kib << 10
-    assert shape.layer_count <= bench_dma.LAYER_COUNT
+    assert shape.layer_count <= dma_shapes.LAYER_COUNT
     assert shape.chunk_count * shape.chunk_bytes <= 16 << 20
     setup = bench_dma.Setup(CpuDevice(), shape)
     runs_per_chunk = shape.blocks_per_chunk * (1 if layout == "blocks" else shape.layer_count)
@@ -160,7 +160,7 @@ def test_the_whole_benchmark_of_a_gpu_measures_every_figure(monkeypatch, tmp_pat
 
 def test_shares_are_drawn(tmp_path) -> None:
     pytest.importorskip("matplotlib")
-    from bench.dma_plot import plot
+    from bench.dma_report import plot
 
     rows = [
         {

@@ -4,15 +4,17 @@ Whatever fails here ends the events, and nothing else.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from tierstore.bounded_log import bounded
 from tierstore.key import Namespace
+from tierstore.layout import GroupSpec
 from tierstore.planner import EngineStep
 from tierstore.tier.residency import ResidencyLog
-from tierstore_vllm.kv_events.publisher import EventSource, TokenSpan
+from tierstore_vllm.kv_events.engine_words import EventGroup
+from tierstore_vllm.kv_events.source import EventSource, TokenSpan
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -32,6 +34,30 @@ class EventFeed:
         self._log = log
         self._ended: list[Request] = []
         """Finished requests whose last chunks the next step offloads."""
+
+    @classmethod
+    def of(
+        cls,
+        log: ResidencyLog | None,
+        groups: Sequence[GroupSpec],
+        namespace: Namespace,
+        *,
+        hash_tokens: int,
+        own_hash: Callable[[bytes], bytes],
+        event_groups: Sequence[EventGroup],
+    ) -> Self:
+        """Feed a source that reads `log`; None: no events are wanted. See `EventSource`."""
+        if log is None:
+            return cls(None, None)
+        source = EventSource(
+            log,
+            groups,
+            namespace,
+            hash_tokens=hash_tokens,
+            own_hash=own_hash,
+            event_groups=event_groups,
+        )
+        return cls(source, log)
 
     def describe_load(self, request: "Request", hit_tokens: int) -> None:
         """Note what a load that was just reserved brings."""

@@ -337,7 +337,7 @@ class Machine:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Put this machine's parts in place of the real ones, wherever tierstore names them."""
-        import tierstore_vllm.worker
+        from tierstore_vllm.worker import half
 
         parts = {
             id(io_pool.IoPool): partial(SteppedPool, self),
@@ -353,7 +353,7 @@ class Machine:
                         patches.enter_context(patch.object(module, name, parts[id(value)]))
             where = sys.modules[TransferExecutor.__module__]
             patches.enter_context(patch.object(where, "open_copy_engine", self._open_copy_engine))
-            patches.enter_context(patch.object(tierstore_vllm.worker, "TransferExecutor", opening))
+            patches.enter_context(patch.object(half, "TransferExecutor", opening))
             yield
 
     def _modules(self) -> list[ModuleType]:

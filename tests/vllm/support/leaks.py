@@ -14,6 +14,6 @@ def find_leaks(half: Any, worker: Any) -> list[str]:
     if stack.primary.arriving:
         problems.append(f"{len(stack.primary.arriving)} chunks stay arriving")
     problems += [f"{len(tier.pins)} records stay pinned" for tier in stack.secondaries if tier.pins]
-    if worker._open_jobs or worker._load_requests:
+    if worker._open or worker._open.waiting_requests:
         problems.append("the worker half has jobs that nobody answers")
     return problems

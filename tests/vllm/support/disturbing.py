@@ -231,7 +231,7 @@ def hooks(lab: Lab) -> dict[str, Any]:
             "answers": before,
             "freed": bool(lab.llm.reset_prefix_cache()),
             "requests": len(lab.scheduler.requests),
-            "waiting loads": len(lab.worker._load_requests),
+            "waiting loads": len(lab.worker._open.waiting_requests),
             "after": lab.ask(lab.prompts),
         }
     lab.reopen()

@@ -41,7 +41,7 @@ _VLLM_METRICS = (
 )
 _QUIET_ANSWERS = 40
 _ADAPTERS: dict[str, int] = {}
-_REPOSITORY = Path(__file__).resolve().parents[2]
+_REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 @dataclass(frozen=True, kw_only=True)

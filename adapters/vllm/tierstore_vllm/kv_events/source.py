@@ -9,67 +9,30 @@ Of the disk an engine tells only what it did itself: what it recorded, and what 
 that share a path evict each other's records, and say so for themselves alone.
 """
 
-import importlib
-import logging
 from array import array
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
-from tierstore.bounded_log import bounded
-from tierstore.config import StoreConfig
 from tierstore.key import Namespace, OffloadKey, get_offload_block_hash, get_offload_group_idx
 from tierstore.layout import GroupSpec
 from tierstore.tier.residency import ResidencyChange, ResidencyLog
+from tierstore_vllm.kv_events.content import ChunkContent, ContentReader
+from tierstore_vllm.kv_events.engine_words import EventGroup, optional_name
+from tierstore_vllm.kv_events.told_blocks import ToldBlocks
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-__all__ = ["EventGroup", "EventSource", "TokenSpan", "describe_event_groups"]
+__all__ = ["EventSource", "TokenSpan"]
 
-_logger = bounded(logging.getLogger(__name__))
-
-
-def _optional(module: str, name: str) -> Any:
-    """Return a name of vLLM that not every version has."""
-    try:
-        return getattr(importlib.import_module(module), name, None)
-    except ImportError:
-        return None
-
-
-_MEDIUM_DISK: str = _optional("vllm.distributed.kv_events", "MEDIUM_STORAGE") or "STORAGE"
+_MEDIUM_DISK: str = optional_name("vllm.distributed.kv_events", "MEDIUM_STORAGE") or "STORAGE"
 """vLLM's own name for what lies behind host memory."""
 
 _STORED_FIELDS = frozenset(BlockStored.__struct_fields__)
 _REMOVED_FIELDS = frozenset(BlockRemoved.__struct_fields__)
-
-_NAMED_CHUNKS_MAX = 1 << 16
-"""Recorded chunks of several blocks whose hashes are kept for the day when they are evicted.
-
-Of older ones only the last block's is known, which is in their key: the event names that one.
-"""
-
-
-class EventGroup(NamedTuple):
-    """What events say of a KV cache group, in vLLM's words."""
-
-    kind: str | None = None
-    window_tokens: int | None = None
-
-
-class _Place(NamedTuple):
-    """A block somewhere; `tier_name` as in `ResidencyChange`."""
-
-    tier_name: str | None
-    group_idx: int
-    block_hash: bytes
 
 
 class TokenSpan(NamedTuple):
@@ -78,50 +41,6 @@ class TokenSpan(NamedTuple):
     request: "Request"
     first_token: int
     end_token: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Content:
-    """What the event of a chunk says; the hashes are the very objects of vLLM's lists."""
-
-    group_idx: int
-    block_hashes: tuple[bytes, ...]
-    parent_hash: bytes | None
-    token_ids: "array[int]"
-    lora_id: int | None
-    lora_name: str | None
-    extra_keys: tuple[Any, ...] | None
-
-    def follows(self, other: "_Content") -> bool:
-        """Return whether one event can name this chunk behind the other."""
-        return (
-            self.parent_hash == other.block_hashes[-1]
-            and self.group_idx == other.group_idx
-            and self.lora_id == other.lora_id
-        )
-
-
-def describe_event_groups(
-    config: StoreConfig, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig"
-) -> tuple[EventGroup, ...] | None:
-    """Return what events say of each KV cache group; None: no events are wanted."""
-    if not config.offload.events:
-        return None
-    publisher = vllm_config.kv_events_config
-    if publisher is None or not publisher.enable_kv_cache_events:
-        _logger.warning(
-            "offload.events is true, but vLLM publishes no events: give it --kv-events-config with "
-            "enable_kv_cache_events"
-        )
-        return None
-    kind = _optional("vllm.v1.kv_cache_interface", "get_kv_cache_spec_kind")
-    window = _optional("vllm.v1.kv_cache_interface", "get_kv_cache_spec_sliding_window")
-    return tuple(
-        EventGroup(kind(group.kv_cache_spec).value, window(group.kv_cache_spec))
-        if kind and window
-        else EventGroup()
-        for group in kv_cache_config.kv_cache_groups
-    )
 
 
 class EventSource:
@@ -154,14 +73,9 @@ class EventSource:
         self._own_hash = own_hash
         self._event_groups = event_groups or [EventGroup()] * len(groups)
         self._margin_tokens = 2 * max((group.tokens_per_chunk for group in groups), default=0)
-        self._generate_extra_keys = _optional(
-            "vllm.v1.core.kv_cache_utils", "generate_block_hash_extra_keys"
-        )
-        self._to_event_extra_keys = _optional("vllm.v1.core.kv_cache_utils", "to_event_extra_keys")
+        self._contents = ContentReader(groups, hash_tokens)
         self._events: list[KVCacheEvent] = []
-        self._named: OrderedDict[OffloadKey, tuple[bytes, ...]] = OrderedDict()
-        self._shared: Counter[_Place] = Counter()
-        """Chunks that hold a block, but for the last block of each, which no other chunk has."""
+        self._told = ToldBlocks()
 
     def describe(self, spans: Sequence[TokenSpan]) -> None:
         """Note what chunks hold that have begun to arrive since the last call.
@@ -189,40 +103,7 @@ class EventSource:
         end_hash = min(-(-end // self._hash_tokens), len(hashes))
         for i in range(first_hash, end_hash):
             for key in wanted.pop(hashes[i], ()):
-                self._log.describe(key, self._content(request, get_offload_group_idx(key), i))
-
-    def _content(self, request: "Request", group_idx: int, hash_idx: int) -> _Content:
-        """Describe the chunk that ends with a block hash.
-
-        hash index     first - 1 |   first   ...   hash_idx |
-        blocks           parent  | block 0   ...   block n-1|    of hashes_per_block hashes each
-        """
-        group = self._groups[group_idx]
-        hashes = request.block_hashes
-        per_block = group.tokens_per_block // self._hash_tokens
-        first = hash_idx + 1 - per_block * group.blocks_per_chunk
-        end_token = (hash_idx + 1) * self._hash_tokens
-        start_token = end_token - group.tokens_per_chunk
-        lora = request.lora_request
-        return _Content(
-            group_idx=group_idx,
-            block_hashes=tuple(hashes[first + per_block - 1 : hash_idx + 1 : per_block]),
-            parent_hash=hashes[first - 1] if first else None,
-            token_ids=array("i", request.all_token_ids[start_token:end_token]),
-            lora_id=lora.lora_int_id if lora else None,
-            lora_name=lora.lora_name if lora else None,
-            extra_keys=self._extra_keys(
-                request, range(start_token, end_token, group.tokens_per_block)
-            ),
-        )
-
-    def _extra_keys(self, request: "Request", starts: range) -> tuple[Any, ...] | None:
-        if self._generate_extra_keys is None or self._to_event_extra_keys is None:
-            return None
-        generate = self._generate_extra_keys
-        keys = [generate(request, start, start + starts.step, 0)[0] for start in starts]
-        found = self._to_event_extra_keys(keys)
-        return None if found is None else tuple(found)
+                self._log.describe(key, self._contents.read(request, get_offload_group_idx(key), i))
 
     def reset(self, namespace: Namespace) -> None:
         """Take note that the tiers were reset, and which namespace chunks have from now on.
@@ -235,9 +116,7 @@ class EventSource:
             if change.tier_name is None or not is_forgotten:
                 self._events += self._translate(change)
         if is_forgotten:
-            self._named.clear()
-            for place in [place for place in self._shared if place.tier_name is not None]:
-                del self._shared[place]
+            self._told.forget_recorded()
         self._namespace = namespace
 
     def take(self) -> list[KVCacheEvent]:
@@ -264,44 +143,19 @@ class EventSource:
         ]
 
     def _stored(self, change: ResidencyChange) -> list[KVCacheEvent]:
-        runs: list[list[_Content]] = []
+        runs: list[list[ChunkContent]] = []
         for key, content in zip(change.keys, change.descriptions, strict=True):
-            if not isinstance(content, _Content):
+            if not isinstance(content, ChunkContent):
                 continue  # without tokens it would be of no use to a listener
             if len(content.block_hashes) > 1:
-                self._hold(change.tier_name, key, content.block_hashes)
+                self._told.hold(change.tier_name, key, content.block_hashes)
             if runs and content.follows(runs[-1][-1]):
                 runs[-1].append(content)
             else:
                 runs.append([content])
         return [self._stored_run(change, run) for run in runs]
 
-    def _hold(self, tier_name: str | None, key: OffloadKey, hashes: tuple[bytes, ...]) -> None:
-        """Take note of the blocks of a chunk that came."""
-        if tier_name is not None:
-            if key in self._named:
-                return
-            self._named[key] = hashes
-            if len(self._named) > _NAMED_CHUNKS_MAX:
-                self._release(tier_name, *self._named.popitem(last=False))
-        group_idx = get_offload_group_idx(key)
-        self._shared.update(_Place(tier_name, group_idx, shared) for shared in hashes[:-1])
-
-    def _release(
-        self, tier_name: str | None, key: OffloadKey, hashes: Sequence[bytes]
-    ) -> Sequence[bytes]:
-        """Return the blocks that are gone now that a chunk of them is."""
-        group_idx = get_offload_group_idx(key)
-        gone = []
-        for shared in hashes[:-1]:
-            place = _Place(tier_name, group_idx, shared)
-            self._shared[place] -= 1
-            if self._shared[place] <= 0:
-                del self._shared[place]
-                gone.append(shared)
-        return [*gone, hashes[-1]]
-
-    def _stored_run(self, change: ResidencyChange, run: Sequence[_Content]) -> BlockStored:
+    def _stored_run(self, change: ResidencyChange, run: Sequence[ChunkContent]) -> BlockStored:
         head = run[0]
         token_ids: array[int] = array("i")
         for content in run:
@@ -330,18 +184,13 @@ class EventSource:
         """Yield the chunks that a listener may know, with the hashes of their blocks."""
         if change.tier_name is None:
             for key, content in zip(change.keys, change.descriptions, strict=True):
-                if isinstance(content, _Content):
-                    yield key, self._release(None, key, content.block_hashes)
+                if isinstance(content, ChunkContent):
+                    yield key, self._told.release(None, key, content.block_hashes)
             return
         for key in change.keys:
             if key.startswith(self._namespace):
-                hashes = self._named.pop(key, None)
-                yield (
-                    key,
-                    [self._key_hash(key)]
-                    if hashes is None
-                    else self._release(change.tier_name, key, hashes),
-                )
+                hashes = self._told.take_recorded(change.tier_name, key)
+                yield key, [self._key_hash(key)] if hashes is None else hashes
 
     def _key_hash(self, key: OffloadKey) -> bytes:
         return self._own_hash(get_offload_block_hash(key))

@@ -12,7 +12,6 @@ since vLLM keeps its request waiting until then.
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -26,26 +25,12 @@ from tierstore.manifest import Manifest
 from tierstore.metrics import Counters
 from tierstore.quoting import named
 from tierstore.tier.opening import check_tiers
-from tierstore.transfer import (
-    Command,
-    Demote,
-    FailureReason,
-    JobId,
-    Load,
-    Offload,
-    Release,
-    TransferDone,
-)
+from tierstore.transfer import Command, FailureReason, Offload
 from tierstore_vllm.layout import WorkerLayout, describe_worker
 from tierstore_vllm.lora.watch import LoraWatch
-from tierstore_vllm.messages import (
-    AdapterClaim,
-    RankAnswer,
-    StepMetadata,
-    WorkerHello,
-    WorkerReport,
-)
+from tierstore_vllm.messages import AdapterClaim, StepMetadata, WorkerHello, WorkerReport
 from tierstore_vllm.stats import StatsSource, TierStoreStats
+from tierstore_vllm.worker.open_commands import OpenCommands
 
 if TYPE_CHECKING:
     import torch
@@ -82,14 +67,8 @@ class WorkerHalf:
         self._stats: StatsSource | None = StatsSource(self._counters)
         self._executor: TransferExecutor | None = None
         self._hello = WorkerHello(None, "vLLM registered no KV caches")
-        self._open_jobs: dict[JobId, Command] = {}
-        self._load_requests: dict[JobId, str] = {}
+        self._open = OpenCommands(vllm_config.max_concurrent_batches)
         self._watch: LoraWatch | None = None
-        self._late_jobs: set[JobId] = set()
-        """Open jobs whose first answer said that they are late."""
-        self._results = KVConnectorTransferResults()
-        self._report = WorkerReport()
-        self._recent_reports: deque[WorkerReport] = deque(maxlen=vllm_config.max_concurrent_batches)
         self.before_close: Callable[[], None] = _nothing
         """What the scheduler half of the same process has to do first."""
 
@@ -164,7 +143,7 @@ class WorkerHalf:
 
     def fence(self, step: StepMetadata) -> None:
         """Keep this step from writing to blocks that are still being offloaded."""
-        job_ids = tuple(job for job in step.plan.fence_job_ids if job in self._open_jobs)
+        job_ids = tuple(job for job in step.plan.fence_job_ids if job in self._open)
         if job_ids:
             self._guard("fence", lambda executor: executor.fence(job_ids))
 
@@ -172,11 +151,10 @@ class WorkerHalf:
         """Submit everything but the offloads; take over the requests that wait for loads."""
         if step.is_empty():  # as most are
             return
-        self._load_requests.update(step.load_requests)
-        self._results.finished_recving.update(step.failed_requests)
-        self._results.failed_recving.update(step.failed_requests)
+        self._open.await_loads(step.load_requests)
+        self._open.fail_requests(step.failed_requests)
         if step.asks_for_hello:
-            self._report.hellos[self._vllm_config.parallel_config.rank] = self._hello
+            self._open.report.hellos[self._vllm_config.parallel_config.rank] = self._hello
         if step.asks_for_adapters and self._watch is not None:
             self._watch.tell_all()
         refused = {job for job, claim in step.claims.items() if not self._holds(claim)}
@@ -185,15 +163,11 @@ class WorkerHalf:
         )
         for command in step.plan.commands:
             if command.job_id in refused:
-                self._refuse(command)
+                # Its chunks were computed with other weights of its request's adapter.
+                self._open.refuse(command, FailureReason.OUTDATED)
 
     def _holds(self, claim: AdapterClaim) -> bool:
         return self._watch is not None and self._watch.holds(claim)
-
-    def _refuse(self, command: Command) -> None:
-        """Fail a load whose chunks were computed with other weights of its request's adapter."""
-        self._open_jobs[command.job_id] = command
-        self._answer([_failure(command, FailureReason.OUTDATED)])
 
     def start_offloads(self, step: StepMetadata) -> None:
         """Submit the offloads of blocks that this step's forward pass fills."""
@@ -203,34 +177,28 @@ class WorkerHalf:
         accepted = list(commands)
         if not accepted:
             return
-        self._open_jobs.update((command.job_id, command) for command in accepted)
+        self._open.accept(accepted)
         if self._executor is None:
-            self._fail_open_jobs()
+            self._open.fail_all()
         else:
             self._guard("submit", lambda executor: executor.submit(accepted))
 
     def take_results(self) -> KVConnectorTransferResults:
         """Collect the answers that became known; name the loads among them by request."""
-        if self._open_jobs:
-            self._guard("poll", lambda executor: self._answer(executor.poll()))
-        results, self._results = self._results, KVConnectorTransferResults()
-        return results
+        if self._open:
+            self._guard("poll", lambda executor: self._open.answer(executor.poll()))
+        return self._open.take_results()
 
     def take_report(self) -> WorkerReport | None:
         """Return the answers for the scheduler half; None when there are none."""
         if self._watch is not None:
-            self._report.adapter_uses += self._watch.take()
-        report = self._report
-        if report.is_empty():
-            return None
-        self._report = WorkerReport()
-        self._recent_reports.append(report)
-        return report
+            self._open.report.adapter_uses += self._watch.take()
+        return self._open.take_report()
 
     @property
     def recent_reports(self) -> Sequence[WorkerReport]:
         """The reports of the last steps, as many as vLLM may not have looked at yet."""
-        return tuple(self._recent_reports)
+        return self._open.recent_reports
 
     def wait(self) -> None:
         """Wait a moment for the next answer."""
@@ -257,15 +225,10 @@ class WorkerHalf:
         self._guard("suspend", self._finish_copies)
 
     def _finish_copies(self, executor: TransferExecutor) -> None:
-        self._answer(executor.drain(DRAIN_SECONDS))
-        copying = [
-            job_id
-            for job_id, command in self._open_jobs.items()
-            # A load whose deadline passed copies nothing any more.
-            if isinstance(command, Load | Offload) and job_id not in self._late_jobs
-        ]
-        if copying:
-            raise DeviceError(f"{len(copying)} transfers of the KV caches do not end before sleep")
+        self._open.answer(executor.drain(DRAIN_SECONDS))
+        copying_count = self._open.count_copying()
+        if copying_count:
+            raise DeviceError(f"{copying_count} transfers of the KV caches do not end before sleep")
 
     def close(self) -> None:
         """Finish what was accepted and stop, within a bounded time; idempotent."""
@@ -273,26 +236,11 @@ class WorkerHalf:
         before_close, self.before_close = self.before_close, _nothing
         before_close()
         seconds = max(0.0, until - time.monotonic())
-        self._guard("drain", lambda executor: self._answer(executor.drain(seconds)))
+        self._guard("drain", lambda executor: self._open.answer(executor.drain(seconds)))
         self._guard("close", lambda executor: executor.close(_CLOSE_SECONDS))
         if self._watch is not None:
             self._watch.close()
         self._executor = None
-
-    def _answer(self, dones: Iterable[TransferDone]) -> None:
-        for done in dones:
-            answer = RankAnswer.of(done, again=done.job_id in self._late_jobs)
-            self._report.add(done.job_id, answer)
-            if answer.settled_count:
-                del self._open_jobs[done.job_id]
-                self._late_jobs.discard(done.job_id)
-            else:
-                self._late_jobs.add(done.job_id)
-            request_id = self._load_requests.pop(done.job_id, None)
-            if request_id is not None:
-                self._results.finished_recving.add(request_id)
-                if not done.ok:
-                    self._results.failed_recving.add(request_id)
 
     def _guard(self, what: str, call: Callable[[TransferExecutor], None]) -> None:
         """Run one call of the executor; should it raise, go on without a cache."""
@@ -304,7 +252,7 @@ class WorkerHalf:
             _logger.exception("executor failed, this rank caches no more: call=%s", what)
             executor, self._executor = self._executor, None
             self._abandon(executor)
-            self._fail_open_jobs()
+            self._open.fail_all()
 
     def _abandon(self, executor: TransferExecutor) -> None:
         """Stop the executor before its jobs are declared failed.
@@ -316,19 +264,7 @@ class WorkerHalf:
             executor.close(_ABANDON_SECONDS)
         except Exception:  # as above; the executor is given up anyway
             _logger.exception("executor could not be closed")
-        self._report.has_given_up = True
-
-    def _fail_open_jobs(self) -> None:
-        """Answer every command, and report every load that a request waits for, just once."""
-        for job_id, command in self._open_jobs.items():
-            again = job_id in self._late_jobs
-            answer = RankAnswer.of(_failure(command, FailureReason.CLOSED), again=again)
-            self._report.add(job_id, answer)
-        self._results.finished_recving.update(self._load_requests.values())
-        self._results.failed_recving.update(self._load_requests.values())
-        self._open_jobs.clear()
-        self._late_jobs.clear()
-        self._load_requests.clear()
+        self._open.report.has_given_up = True
 
 
 def _nothing() -> None:
@@ -340,19 +276,3 @@ def _current_stream() -> int:
     import torch
 
     return int(torch.cuda.current_stream().cuda_stream)
-
-
-def _failure(command: Command, reason: FailureReason) -> TransferDone:
-    """Answer a command that was never carried out."""
-    match command:
-        case Offload():
-            chunk_count = len(command.slots)
-        case Demote():
-            chunk_count = len(command.keys)
-        case Load():
-            # One without promotes has no chunk that could be lost: the first stands for the load.
-            chunk_count = max(1, sum(len(promote.keys) for promote in command.promotes))
-        case Release():
-            chunk_count = 0
-    failed = dict.fromkeys(range(chunk_count), reason)
-    return TransferDone(job_id=command.job_id, ok=False, failed=failed)

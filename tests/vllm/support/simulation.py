@@ -1,6 +1,6 @@
 """Seeded runs of vLLM's scheduler and both halves of the connector on KV caches of known bytes.
 
-    python tests/vllm/simulation.py --seeds 200 --steps 500 --first 0
+    python tests/vllm/support/simulation.py --seeds 200 --steps 500 --first 0
 
 A seed draws an engine (groups, asynchronous scheduling, guesses, blocks), the tiers (memory that is
 smaller than what hits need, perhaps a disk that is slow, hangs, fails or flips bits) and, step by
