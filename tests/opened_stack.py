@@ -52,7 +52,7 @@ class Tiers:
     def settle_writes(self):
         """Let all that goes down reach the disks; loads may hang meanwhile."""
         cascades = self.stack.cascades
-        assert self.loop.settle(lambda: not any(c.has_work() for c in cascades), 60)
+        assert self.loop.settle(lambda: not any(c.demotes.has_work() for c in cascades), 60)
 
     def locate(self, *numbers):
         return self.stack.locate(keys(*numbers))

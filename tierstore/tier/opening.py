@@ -12,12 +12,14 @@ from tierstore.faults import SystemOpener, open_system
 from tierstore.layout import GroupKind, GroupSpec
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters, Metric
+from tierstore.tier.admission import make_admission
+from tierstore.tier.cascade import Cascade
 from tierstore.tier.disk.secondary import SecondaryTier
 from tierstore.tier.health import TierHealth
 from tierstore.tier.memory.primary import PrimaryTier
 from tierstore.tier.residency import ResidencyLog
 from tierstore.tier.stack import TierStack
-from tierstore.tier.write_behind.cascade import Cascade
+from tierstore.tier.write_behind.demotes import Demotes
 
 __all__ = ["check_tiers", "open_stack", "open_tiers"]
 
@@ -102,26 +104,40 @@ def _cascades(
     clock: Clock,
     residency: ResidencyLog | None,
 ) -> list[Cascade]:
-    # Write-behind pins chunks: half of the primary tier always stays free for the engine. One
-    # chunk at least, or none would ever be written.
+    # Write-behind pins at most half of the primary tier, so that there is room to offload; the
+    # configured queue alone could pin a small one whole. One chunk at least, or none would ever
+    # be written.
     share_bytes = config.primary.capacity_bytes // (2 * max(1, len(config.secondary)))
     queue_bytes_min = max((group.chunk_bytes for group in groups), default=0)
-    return [
-        Cascade(
+    cascades: list[Cascade] = []
+    for tier_idx, (tier, secondary) in enumerate(zip(config.secondary, secondaries, strict=True)):
+        admission = make_admission(tier.cascade)
+        health = TierHealth(secondary, tier.name, tier.io, clock, counters)
+        demotes = Demotes(
             tier_idx=tier_idx,
-            config=tier,
+            name=tier.name,
+            admission=admission,
             groups=groups,
             primary=primary,
             secondary=secondary,
-            health=TierHealth(secondary, tier.name, tier.io, clock, counters),
+            health=health,
             counters=counters,
             queue_bytes_max=max(queue_bytes_min, min(tier.io.write_queue_bytes, share_bytes)),
             residency=residency,
         )
-        for tier_idx, (tier, secondary) in enumerate(
-            zip(config.secondary, secondaries, strict=True)
+        cascades.append(
+            Cascade(
+                name=tier.name,
+                admission=admission,
+                demotes=demotes,
+                primary=primary,
+                secondary=secondary,
+                health=health,
+                counters=counters,
+                residency=residency,
+            )
         )
-    ]
+    return cascades
 
 
 def check_tiers(config: StoreConfig, manifest: Manifest, *, rank_count: int) -> None:

@@ -10,12 +10,12 @@ from tierstore.clock import Clock
 from tierstore.key import OffloadKey
 from tierstore.layout import GroupSpec
 from tierstore.metrics import Counters, Metric
+from tierstore.tier.cascade import Cascade
 from tierstore.tier.disk.secondary import SecondaryTier
 from tierstore.tier.memory.primary import PrimaryTier
 from tierstore.tier.readable import ReadableRecords
 from tierstore.tier.reservation import NONE_TRIED, LoadReservation, untried
 from tierstore.tier.residency import ResidencyLog
-from tierstore.tier.write_behind.cascade import Cascade
 from tierstore.transfer import FailureReason, JobId, Place, Promote, TransferDone
 
 __all__ = ["Promotions"]

@@ -20,6 +20,7 @@ from tierstore.key import OffloadKey, get_offload_group_idx
 from tierstore.layout import GroupSpec
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters, Metric
+from tierstore.tier.cascade import Cascade
 from tierstore.tier.disk.secondary import SecondaryTier
 from tierstore.tier.locator import Locator
 from tierstore.tier.memory.primary import PrimaryTier
@@ -27,7 +28,6 @@ from tierstore.tier.promotion import Promotions
 from tierstore.tier.readable import ReadableRecords
 from tierstore.tier.reservation import NONE_TRIED, ChunkState, LoadReservation, OffloadReservation
 from tierstore.tier.residency import ResidencyLog
-from tierstore.tier.write_behind.cascade import Cascade
 from tierstore.transfer import Command, IntArray, JobId, Promote, TransferDone
 
 __all__ = ["TierStack"]
@@ -347,7 +347,9 @@ class TierStack:
     def commands(self) -> list[Command]:
         """Return the demotes and releases that became possible since the last call."""
         commands = [
-            command for cascade in self._cascades for command in cascade.commands(self.new_job_id)
+            command
+            for cascade in self._cascades
+            for command in cascade.demotes.commands(self.new_job_id)
         ]
         self._bury()  # a demote that outlived a reset may have ended
         return commands
@@ -360,7 +362,7 @@ class TierStack:
         if self._promotions.finish_late(done):
             self._bury()
             return True
-        return any(cascade.complete(done) for cascade in self._cascades)
+        return any(cascade.demotes.complete(done) for cascade in self._cascades)
 
     def demote_victims(self, tier_idx: int, group_idx: int, count: int) -> int:
         """Ask an `on_evict` tier to record the chunks that `count` new ones would evict.
@@ -373,7 +375,7 @@ class TierStack:
         shortage = count - self._primary.free_count(group_idx)
         if shortage <= 0 or not cascade.records_victims:
             return 0
-        victims = self._primary.victims(shortage, cascade.in_flight)
+        victims = self._primary.victims(shortage, cascade.demotes.in_flight)
         return cascade.record_victims([key for key in victims if key not in self._doomed])
 
     def demote_coldest(self, count: int) -> int:
@@ -405,14 +407,16 @@ class TierStack:
 
     def has_work(self) -> bool:
         """Return whether demotes, releases or hung reads are waiting for an answer."""
-        return self._promotions.has_late() or any(cascade.has_work() for cascade in self._cascades)
+        return self._promotions.has_late() or any(
+            cascade.demotes.has_work() for cascade in self._cascades
+        )
 
     def is_healing(self) -> bool:
         """Return whether chunks in memory wait for a tier that is out of use.
 
         Somebody should then ask for `commands` now and then: trials go with them.
         """
-        return any(cascade.is_healing for cascade in self._cascades)
+        return any(cascade.demotes.is_healing for cascade in self._cascades)
 
     def reset(self, manifest: Manifest, *, keeps_records: bool = False) -> None:
         """Forget all chunks in all tiers (the weights changed); those to come are `manifest`'s.
@@ -481,7 +485,7 @@ class TierStack:
             gone = self._doomed - arriving - set(held)
             self._doomed -= gone
             for cascade in self._cascades:
-                cascade.on_buried(gone)
+                cascade.on_forgotten(gone)
 
     def _touch_resident(self, keys: Sequence[OffloadKey]) -> None:
         tail_first = keys[::-1]
