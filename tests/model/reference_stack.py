@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 
+from tierstore.policy.use import UNKNOWN_USE
 from tierstore.tier.reservation import ChunkState, LoadReservation, OffloadReservation
 from tierstore.tier.stack import TierStack
 from tierstore.transfer import JobId, Place, Promote
@@ -26,12 +27,16 @@ class ReferenceStack(TierStack):
         self.slots = {}
         self.pins = {}
         self.contents = {}
-        self.doomed = set()
+        self.stale = set()
         self.locate_calls = 0
         self.room_questions = 0
         self.refuses_loads = False
         self._job_ids = itertools.count(1)
         self._next_slot = itertools.count(1)
+
+    @property
+    def needs_use(self):
+        return False
 
     def new_job_id(self):
         return JobId(next(self._job_ids))
@@ -46,7 +51,7 @@ class ReferenceStack(TierStack):
     def locate_run(self, keys):
         return self.locate(keys)
 
-    def touch(self, keys):
+    def touch(self, keys, *, use=UNKNOWN_USE):
         pass
 
     def commands(self):
@@ -58,7 +63,7 @@ class ReferenceStack(TierStack):
     def has_work(self):
         return False
 
-    def reserve_offload(self, group_idx, keys):
+    def reserve_offload(self, group_idx, keys, *, use=UNKNOWN_USE):
         wanted = {}
         for i, key in enumerate(keys):
             if self.states.get(key, ChunkState.ABSENT) in (ChunkState.ABSENT, ChunkState.RECORDED):
@@ -74,9 +79,9 @@ class ReferenceStack(TierStack):
     def finish_offload(self, reservation, failed=()):
         for i, key in enumerate(reservation.keys):
             assert self.states[key] is ChunkState.ARRIVING, "answered twice"
-            if i in failed or key in self.doomed:
+            if i in failed or key in self.stale:
                 del self.states[key]
-                self.doomed.discard(key)
+                self.stale.discard(key)
             else:
                 self.states[key] = ChunkState.RESIDENT
 
@@ -115,7 +120,7 @@ class ReferenceStack(TierStack):
         keys = {key for _, keys in groups for key in keys}
         return len(keys.union(self._held())) <= self.slot_count
 
-    def reserve_load(self, groups):
+    def reserve_load(self, groups, *, use=UNKNOWN_USE):
         job_id = self.new_job_id()
         states = [[self.states.get(key, ChunkState.ABSENT) for key in keys] for _, keys in groups]
         if self.refuses_loads or any(s < ChunkState.RECORDED for row in states for s in row):
@@ -164,7 +169,7 @@ class ReferenceStack(TierStack):
 
     def reset(self, manifest, *, keeps_records=False):
         """Keep what is recorded, as if the disk failed: the epoch alone must hide it."""
-        self.doomed = {k for k, state in self.states.items() if state is ChunkState.ARRIVING}
+        self.stale = {k for k, state in self.states.items() if state is ChunkState.ARRIVING}
         kept = (ChunkState.ARRIVING, ChunkState.RECORDED)
         self.states = {k: state for k, state in self.states.items() if state in kept}
 

@@ -13,7 +13,7 @@ from tierstore.tier.admission.protocol import Admission
 from tierstore.tier.disk.secondary import SecondaryTier
 from tierstore.tier.health import TierHealth
 from tierstore.tier.memory.primary import PrimaryTier
-from tierstore.tier.residency import ResidencyLog
+from tierstore.tier.movements import MovementLog
 from tierstore.tier.write_behind.demotes import Demotes
 
 __all__ = ["Cascade"]
@@ -34,7 +34,7 @@ class Cascade:
         secondary: SecondaryTier,
         health: TierHealth,
         counters: Counters,
-        residency: ResidencyLog | None = None,
+        movements: MovementLog | None = None,
     ) -> None:
         """Share the tiers with the stack; `demotes` tells the same admission what it has taken."""
         self.name = name
@@ -47,7 +47,7 @@ class Cascade:
         self.health = health
         """What is known of the tier's device."""
         self._counters = counters
-        self._residency = residency
+        self._movements = movements
         self.loss_count = 0
         """How often payload was found gone."""
 
@@ -103,8 +103,8 @@ class Cascade:
 
     def on_erased(self, keys: Sequence[OffloadKey]) -> None:
         """Take note of records that were removed because they cannot be read."""
-        if self._residency is not None:
-            self._residency.erased(self.name, keys)
+        if self._movements is not None:
+            self._movements.erased(self.name, keys)
 
     def record_victims(self, coldest: Sequence[OffloadKey]) -> int:
         """Demote those of the next victims that need it; return how many would be lost now.

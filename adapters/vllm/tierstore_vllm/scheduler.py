@@ -37,8 +37,8 @@ from tierstore.planner import (
     PlannedStep,
 )
 from tierstore.tier.disk.lookup import STEP_SECONDS_MAX
+from tierstore.tier.movements import MovementLog
 from tierstore.tier.opening import open_stack
-from tierstore.tier.residency import ResidencyLog
 from tierstore.tier.stack import TierStack
 from tierstore_vllm.kv_events.feed import EventFeed
 from tierstore_vllm.kv_events.publisher import EventGroup, EventSource
@@ -116,10 +116,10 @@ class SchedulerHalf:
         counters: Counters,
         *,
         config: OffloadConfig,
-        residency: ResidencyLog | None = None,
+        movements: MovementLog | None = None,
         event_groups: Sequence[EventGroup] = (),
     ) -> None:
-        """Take over open tiers; `close` closes them. `residency` is what the stack writes to."""
+        """Take over open tiers; `close` closes them. `movements` is what the stack writes to."""
         self._stack = stack
         self._manifest = manifest
         self._config = config
@@ -129,9 +129,9 @@ class SchedulerHalf:
         self._adapters = AdapterRequests(shape.rank_count)
         source = (
             None
-            if residency is None
+            if movements is None
             else EventSource(
-                residency,
+                movements,
                 self._groups,
                 manifest.namespace,
                 hash_tokens=shape.hash_block_tokens,
@@ -139,7 +139,7 @@ class SchedulerHalf:
                 event_groups=event_groups,
             )
         )
-        self._events = EventFeed(source, residency)
+        self._events = EventFeed(source, movements)
         self._planner = OffloadPlanner(
             self._groups,
             manifest.namespace,
@@ -183,13 +183,13 @@ class SchedulerHalf:
             CatalogError, ManifestError: a secondary tier cannot be opened.
         """
         counters = Counters()
-        residency = None if event_groups is None else ResidencyLog()
+        movements = None if event_groups is None else MovementLog()
         stack = open_stack(
             config,
             manifest,
             rank_count=shape.rank_count,
             counters=counters,
-            residency=residency,
+            movements=movements,
             lookup_seconds_max=STEP_SECONDS_MAX,
         )
         return cls(
@@ -198,7 +198,7 @@ class SchedulerHalf:
             shape,
             counters,
             config=config.offload,
-            residency=residency,
+            movements=movements,
             event_groups=event_groups or (),
         )
 

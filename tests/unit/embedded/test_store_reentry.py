@@ -30,7 +30,7 @@ TRACED = {
     "embedded": (
         "store batched_put pipelined_get planes gate loop idle_carrier flush pace catalog_reader"
     ),
-    "tier": "stack promotion locator cascade",
+    "tier": "stack loads promotion victims intake locator stale uses cascade",
     "tier/admission": "admitted on_evict write_through",
     "tier/memory": "primary",
     "tier/disk": "secondary",

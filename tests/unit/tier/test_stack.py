@@ -52,9 +52,9 @@ def test_a_chunk_that_was_read_from_disk_at_a_reset_does_not_become_resident(tie
     load = tiers.stack.reserve_load([(0, keys(1, 2))])
     assert [len(promote.keys) for promote in load.promotes] == [2]
     tiers.reset()
-    tiers.residency.take()
+    tiers.movements.take()
     tiers.stack.finish_load(load, TransferDone(job_id=load.job_id))
-    assert tiers.residency.take() == []
+    assert tiers.movements.take() == []
     assert tiers.locate(1, 2) == [ABSENT, ABSENT]
     tiers.assert_all_slots_can_be_had()
 

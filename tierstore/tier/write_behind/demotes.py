@@ -19,7 +19,7 @@ from tierstore.tier.admission.protocol import Admission
 from tierstore.tier.disk.secondary import SecondaryTier
 from tierstore.tier.health import TierHealth, worst_reason
 from tierstore.tier.memory.primary import PrimaryTier
-from tierstore.tier.residency import ResidencyLog
+from tierstore.tier.movements import MovementLog
 from tierstore.tier.write_behind.releases import Releases
 from tierstore.tier.write_behind.retries import Retries
 from tierstore.tier.write_behind.write_queue import WriteQueue
@@ -43,7 +43,7 @@ class Demotes:
         health: TierHealth,
         counters: Counters,
         queue_bytes_max: int,
-        residency: ResidencyLog | None = None,
+        movements: MovementLog | None = None,
     ) -> None:
         """Share the tiers; the admission is told what was asked for, and what is to be again.
 
@@ -56,7 +56,7 @@ class Demotes:
         self._secondary = secondary
         self._health = health
         self._counters = counters
-        self._residency = residency
+        self._movements = movements
         self._queue = WriteQueue(
             tier_idx=tier_idx,
             groups=groups,
@@ -158,8 +158,8 @@ class Demotes:
                 self._finish_commit(event)
             elif isinstance(event, Evicted):
                 self._counters.add(Metric.EVICTED_CHUNKS, len(event.keys), label=self._name)
-                if self._residency is not None:
-                    self._residency.erased(self._name, event.keys)
+                if self._movements is not None:
+                    self._movements.erased(self._name, event.keys)
             else:
                 self._releases.add(event)
         # Before what waits for their bytes is asked for again.
@@ -323,11 +323,11 @@ class Demotes:
             self._admission.on_withdrawn(keys)
 
     def _tell_of_recorded(self, keys: Sequence[OffloadKey]) -> None:
-        if self._residency is not None:
+        if self._movements is not None:
             # Another process may have recorded some of them before, and evicted them since.
             places = self._secondary.locate(keys)
             found = [key for key, place in zip(keys, places, strict=True) if place is not None]
-            self._residency.recorded(self._name, found)
+            self._movements.recorded(self._name, found)
 
     def _note_refused(self, keys: Sequence[OffloadKey], reason: FailureReason) -> None:
         """Remember chunks that were not written; each counts once, however often it is tried."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from tierstore.bounded_log import bounded
 from tierstore.key import Namespace
 from tierstore.planner import EngineStep
-from tierstore.tier.residency import ResidencyLog
+from tierstore.tier.movements import MovementLog
 from tierstore_vllm.kv_events.publisher import EventSource, TokenSpan
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _logger = bounded(logging.getLogger(__name__))
 class EventFeed:
     """Feeds the source of events, if there is one. One thread; costs nothing without a source."""
 
-    def __init__(self, source: EventSource | None, log: ResidencyLog | None) -> None:
+    def __init__(self, source: EventSource | None, log: MovementLog | None) -> None:
         """`log` is what the source reads, and is stopped with it."""
         self._source = source
         self._log = log

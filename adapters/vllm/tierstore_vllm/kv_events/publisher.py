@@ -24,7 +24,7 @@ from tierstore.bounded_log import bounded
 from tierstore.config import StoreConfig
 from tierstore.key import Namespace, OffloadKey, get_offload_block_hash, get_offload_group_idx
 from tierstore.layout import GroupSpec
-from tierstore.tier.residency import ResidencyChange, ResidencyLog
+from tierstore.tier.movements import Movement, MovementLog
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -65,7 +65,7 @@ class EventGroup(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """A block somewhere; `tier_name` as in `ResidencyChange`."""
+    """A block somewhere; `tier_name` as in `Movement`."""
 
     tier_name: str | None
     group_idx: int
@@ -129,7 +129,7 @@ class EventSource:
 
     def __init__(
         self,
-        log: ResidencyLog,
+        log: MovementLog,
         groups: Sequence[GroupSpec],
         namespace: Namespace,
         *,
@@ -247,7 +247,7 @@ class EventSource:
         events, self._events = self._events, []
         return events
 
-    def _translate(self, change: ResidencyChange) -> Iterable[KVCacheEvent]:
+    def _translate(self, change: Movement) -> Iterable[KVCacheEvent]:
         if change.is_there:
             return self._stored(change)
         by_group: dict[int, list[bytes]] = {}
@@ -263,7 +263,7 @@ class EventSource:
             for group_idx, hashes in by_group.items()
         ]
 
-    def _stored(self, change: ResidencyChange) -> list[KVCacheEvent]:
+    def _stored(self, change: Movement) -> list[KVCacheEvent]:
         runs: list[list[_Content]] = []
         for key, content in zip(change.keys, change.descriptions, strict=True):
             if not isinstance(content, _Content):
@@ -301,7 +301,7 @@ class EventSource:
                 gone.append(shared)
         return [*gone, hashes[-1]]
 
-    def _stored_run(self, change: ResidencyChange, run: Sequence[_Content]) -> BlockStored:
+    def _stored_run(self, change: Movement, run: Sequence[_Content]) -> BlockStored:
         head = run[0]
         token_ids: array[int] = array("i")
         for content in run:
@@ -326,7 +326,7 @@ class EventSource:
             **_owner(change, _STORED_FIELDS),
         )
 
-    def _went(self, change: ResidencyChange) -> Iterable[tuple[OffloadKey, Sequence[bytes]]]:
+    def _went(self, change: Movement) -> Iterable[tuple[OffloadKey, Sequence[bytes]]]:
         """Yield the chunks that a listener may know, with the hashes of their blocks."""
         if change.tier_name is None:
             for key, content in zip(change.keys, change.descriptions, strict=True):
@@ -347,11 +347,11 @@ class EventSource:
         return self._own_hash(get_offload_block_hash(key))
 
 
-def _medium(change: ResidencyChange) -> str:
+def _medium(change: Movement) -> str:
     return MEDIUM_CPU if change.tier_name is None else _MEDIUM_DISK
 
 
-def _owner(change: ResidencyChange, fields: frozenset[str]) -> dict[str, str]:
+def _owner(change: Movement, fields: frozenset[str]) -> dict[str, str]:
     """Name the tier: with several, a chunk that one has lost may be in another."""
     if change.tier_name is None or "ownership" not in fields:
         return {}
