@@ -14,6 +14,7 @@ import numpy as np
 from tierstore.config import WRITE_QUEUE_BYTES_MAX, StoreConfig
 from tierstore.errors import ConfigError, MissingExtraError, PromptError
 from tierstore.quoting import escaped, quoted
+from tierstore.tier.admission import make_admission
 
 __all__ = [
     "ChatPrompt",
@@ -65,7 +66,7 @@ def patient_config(config: StoreConfig) -> StoreConfig:
         replace(tier, io=replace(tier.io, write_queue_bytes=queue_bytes))
         for tier in config.secondary
     ]
-    if all(tier.cascade != "write_through" for tier in tiers):
+    if not any(make_admission(tier.cascade).admits_arrivals for tier in tiers):
         tiers[0] = replace(tiers[0], cascade="write_through")
     return replace(config, secondary=tuple(tiers))
 

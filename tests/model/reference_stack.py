@@ -33,7 +33,7 @@ class ReferenceStack(TierStack):
         self.slots = {}
         self.pins = {}
         self.contents = {}
-        self.doomed = set()
+        self.stale = set()
         self.locate_calls = 0
         self.room_questions = 0
         self.refuses_loads = False
@@ -53,7 +53,7 @@ class ReferenceStack(TierStack):
     def locate_run(self, keys):
         return self.locate(keys)
 
-    def touch(self, keys, use=UNKNOWN_USE):
+    def touch(self, keys, *, use=UNKNOWN_USE):
         pass
 
     def commands(self):
@@ -82,9 +82,9 @@ class ReferenceStack(TierStack):
     def finish_offload(self, reservation, failed=()):
         for i, key in enumerate(reservation.keys):
             assert self.states[key] is ChunkState.ARRIVING, "answered twice"
-            if i in failed or key in self.doomed:
+            if i in failed or key in self.stale:
                 del self.states[key]
-                self.doomed.discard(key)
+                self.stale.discard(key)
             else:
                 self.states[key] = ChunkState.RESIDENT
 
@@ -173,7 +173,7 @@ class ReferenceStack(TierStack):
 
     def reset(self, manifest, *, keeps_records=False):
         """Keep what is recorded, as if the disk failed: the epoch alone must hide it."""
-        self.doomed = {k for k, state in self.states.items() if state is ChunkState.ARRIVING}
+        self.stale = {k for k, state in self.states.items() if state is ChunkState.ARRIVING}
         kept = (ChunkState.ARRIVING, ChunkState.RECORDED)
         self.states = {k: state for k, state in self.states.items() if state in kept}
 

@@ -54,8 +54,8 @@ class HealthMachine(RuleBasedStateMachine):
         self.stack = open_stack(
             config, MANIFEST, rank_count=1, counters=self.counters, clock=self.clock
         )
-        self.cascade = self.stack.cascades[0]
-        self.health = self.cascade.health
+        cascade = self.stack.cascades[0]
+        self.demotes, self.health = cascade.demotes, cascade.health
         for first in range(0, len(RECORDED), 8):
             self.keep(RECORDED[first : first + 8])
             self.stack.demote_coldest(SLOT_COUNT)
@@ -71,13 +71,13 @@ class HealthMachine(RuleBasedStateMachine):
 
     @rule(number=CHUNK_NUMBERS, count=st.sampled_from([1, 4, 12]))
     def keep_some(self, number, count):
-        held_count, limit = self.cascade.held_count(), TRIAL_CHUNKS
+        held_count, limit = self.demotes.held_count(), TRIAL_CHUNKS
         is_writable = self.health.is_writable
         if not self.health.may_write_soon:
             limit = 0
         self.keep(range(number, number + count))
         self.stack.touch(keys(range(number, number + count)))
-        assert is_writable or self.cascade.held_count() <= held_count + limit
+        assert is_writable or self.demotes.held_count() <= held_count + limit
 
     @rule(first=st.integers(0, len(RECORDED) - 12), count=st.sampled_from([1, 12]))
     def load(self, first, count):
@@ -115,12 +115,12 @@ class HealthMachine(RuleBasedStateMachine):
     @rule()
     def pump(self):
         assert self.stack.secondaries[0].wait(60)
-        is_writable, held_count = self.health.is_writable, self.cascade.held_count()
+        is_writable, held_count = self.health.is_writable, self.demotes.held_count()
         commands = self.stack.commands()
         written = sum(len(c.keys) for c in commands if isinstance(c, Demote))
         assert is_writable or written <= held_count, "only what was asked for before may be written"
         if not is_writable and not self.health.is_writable:  # not before, and not in between
-            assert self.cascade.held_count() <= held_count + TRIAL_CHUNKS, "more than a trial"
+            assert self.demotes.held_count() <= held_count + TRIAL_CHUNKS, "more than a trial"
         self.carry(commands)
 
     @invariant()
@@ -175,7 +175,7 @@ class HealthMachine(RuleBasedStateMachine):
         for _ in range(4):
             self.clock.now += PAUSE_SECONDS_MAX
             self.settle()
-            left = [text for text in self.cascade.complaints() if "queue_full" not in text]
+            left = [text for text in self.demotes.complaints() if "queue_full" not in text]
             assert left == [], "what failed was not tried again"
             for number in RECORDED:
                 self.load(min(number - RECORDED[0], 52), 1)
@@ -186,7 +186,7 @@ class HealthMachine(RuleBasedStateMachine):
         self.stack.touch(keys(range(200, 204)))
         self.stack.demote_coldest(SLOT_COUNT)
         self.settle()
-        assert self.cascade.complaints() == []
+        assert self.demotes.complaints() == []
         assert None not in self.stack.secondaries[0].locate(keys(range(200, 204)))
         assert self.stack.primary.detached_count == 0
         assert self.stack.check() == []

@@ -11,9 +11,9 @@ from tierstore.executor import TransferExecutor
 from tierstore.layout import PAGE_BYTES
 from tierstore.metrics import Counters
 from tierstore.testing.spread import spread_hashes
+from tierstore.tier.movements import MovementLog
 from tierstore.tier.opening import open_stack
 from tierstore.tier.reservation import ChunkState
-from tierstore.tier.residency import ResidencyLog
 from tierstore.tier.stack import TierStack
 
 SLOT_COUNT = 4
@@ -30,7 +30,7 @@ def keys(*numbers):
 class Tiers:
     stack: TierStack
     loop: PlaneLoop
-    residency: ResidencyLog
+    movements: MovementLog
     counters: Counters
     slot_count: int
 
@@ -52,7 +52,7 @@ class Tiers:
     def settle_writes(self):
         """Let all that goes down reach the disks; loads may hang meanwhile."""
         cascades = self.stack.cascades
-        assert self.loop.settle(lambda: not any(c.has_work() for c in cascades), 60)
+        assert self.loop.settle(lambda: not any(c.demotes.has_work() for c in cascades), 60)
 
     def locate(self, *numbers):
         return self.stack.locate(keys(*numbers))
@@ -83,15 +83,15 @@ def opened(
     ]
     config = load_config({"version": 1, "primary": primary, "secondary": secondary})
     counters = Counters()
-    residency = ResidencyLog()
+    movements = MovementLog()
     stack = open_stack(
-        config, MANIFEST, rank_count=1, counters=counters, residency=residency, clock=clock
+        config, MANIFEST, rank_count=1, counters=counters, movements=movements, clock=clock
     )
     executor = TransferExecutor.open(
         config, MANIFEST, rank=0, rank_count=1, caches=None, counters=counters
     )
     yield Tiers(
-        stack, PlaneLoop(stack, executor, MonotonicClock()), residency, counters, slot_count
+        stack, PlaneLoop(stack, executor, MonotonicClock()), movements, counters, slot_count
     )
     executor.close()
     stack.close()

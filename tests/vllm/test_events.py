@@ -48,9 +48,9 @@ from tierstore.key import OffloadKey, make_offload_keys
 from tierstore.layout import GroupKind
 from tierstore.manifest import GroupManifest
 from tierstore.metrics import Counters
+from tierstore.tier.movements import Movement, MovementLog
 from tierstore.tier.opening import open_stack
 from tierstore.tier.reservation import ChunkState
-from tierstore.tier.residency import ResidencyChange, ResidencyLog
 from tierstore_vllm.kv_events.engine_words import EventGroup, describe_event_groups
 from tierstore_vllm.kv_events.source import EventSource, TokenSpan
 from tierstore_vllm.layout import EngineShape
@@ -127,9 +127,9 @@ class Engine:
 
     def _open(self, manifest: Manifest) -> None:
         self._named = manifest
-        log, counters = ResidencyLog(), Counters()
+        log, counters = MovementLog(), Counters()
         self.stack = open_stack(
-            self._config, manifest, rank_count=1, counters=counters, residency=log
+            self._config, manifest, rank_count=1, counters=counters, movements=log
         )
         self._executor = TransferExecutor.open(
             self._config, manifest, rank=0, rank_count=1, caches=None, counters=counters
@@ -377,10 +377,10 @@ def test_events_are_published_if_both_configurations_say_so(
     assert ("offload.events" in caplog.text) is (wanted and not enabled)
 
 
-class BrokenLog(ResidencyLog):
+class BrokenLog(MovementLog):
     """A log that cannot be read."""
 
-    def take(self) -> list[ResidencyChange]:
+    def take(self) -> list[Movement]:
         raise RuntimeError("broken")
 
 
@@ -388,9 +388,9 @@ def test_events_that_fail_end_and_the_cache_goes_on(caplog: pytest.LogCaptureFix
     manifest = make_manifest(1)
     config = load_config({"primary": {"capacity": "4MiB"}})
     log, counters = BrokenLog(), Counters()
-    stack = open_stack(config, manifest, rank_count=1, counters=counters, residency=log)
+    stack = open_stack(config, manifest, rank_count=1, counters=counters, movements=log)
     shape = EngineShape(rank_count=1, hash_block_tokens=HASH_TOKENS, alignment_tokens=HASH_TOKENS)
-    half = SchedulerHalf(stack, manifest, shape, counters, config=config.offload, residency=log)
+    half = SchedulerHalf(stack, manifest, shape, counters, config=config.offload, movements=log)
     request = make_requests(2 * HASH_TOKENS)[0]
     for _ in range(20):
         assert list(half.take_events()) == []

@@ -79,13 +79,14 @@ class _TierFlush:
         self._begin_sync = begin_sync
         self._wait = wait
         self._cascade = stack.cascades[tier_idx]
+        self._demotes = self._cascade.demotes
         self._secondary = stack.secondaries[tier_idx]
         self._victims = (
             stack.primary.coldest(len(stack.primary)) if self._cascade.records_victims else []
         )
         self._hear_losses()
         self._loss_count = self._cascade.loss_count
-        self._cascade.begin_retry()
+        self._demotes.begin_retry()
         self._ticket: int | None = None
         """The last one that is waited for, once all is asked for."""
         self._was_out_of_use = False
@@ -128,7 +129,7 @@ class _TierFlush:
         """
         is_changed = self._secondary.change_count != self._change_count
         self._change_count = self._secondary.change_count
-        is_back = self._was_out_of_use and self._cascade.retried_ticket > (self._ticket or 0)
+        is_back = self._was_out_of_use and self._demotes.retried_ticket > (self._ticket or 0)
         if self._given_up_at is not None or not (is_changed or is_back):
             return False
         self._step, self._sync = _Step.WRITING, None
@@ -142,7 +143,7 @@ class _TierFlush:
     def complaints(self) -> list[str]:
         """Say which chunks the tier has not, or may lose, and why."""
         pace = self._wait.pace
-        complaints = self._cascade.complaints()
+        complaints = self._demotes.complaints()
         if complaints:
             catalog_cause = self._secondary.complaint or self._secondary.failure
             causes = [cause for cause in (pace.cause, catalog_cause) if cause]
@@ -173,18 +174,18 @@ class _TierFlush:
     def _is_written(self) -> bool:
         """Return whether nothing that was asked for before this flush is on its way any more."""
         unrecorded_count = self._ask_for_victims()
-        cascade = self._cascade
-        if cascade.is_retrying or unrecorded_count:
+        demotes = self._demotes
+        if demotes.is_retrying or unrecorded_count:
             self._ticket = None
             return False
         if self._ticket is None:
-            self._ticket = cascade.newest_ticket
+            self._ticket = demotes.newest_ticket
         # What failed is asked for again between two looks, too: after a trial, or an opening.
-        self._ticket = max(self._ticket, cascade.retried_ticket)
-        if not cascade.has_work():
+        self._ticket = max(self._ticket, demotes.retried_ticket)
+        if not demotes.has_work():
             return True
         # Others store meanwhile: neither their chunks nor the bytes they evict are waited for.
-        return cascade.newest_ticket > self._ticket and not cascade.has_demotes(self._ticket)
+        return demotes.newest_ticket > self._ticket and not demotes.has_demotes(self._ticket)
 
     def _ask_for_victims(self) -> int:
         """Ask an `on_evict` tier for the chunks in memory; return how many it lacks still."""
@@ -218,13 +219,13 @@ class _TierFlush:
         if self._rounds_left:
             self._rounds_left -= 1
             self._loss_count = self._cascade.loss_count
-            self._cascade.begin_retry()
+            self._demotes.begin_retry()
             self._step, self._sync, self._ticket = _Step.WRITING, None, None
 
     def _give_up(self, now: float) -> None:
         if self._step is _Step.WRITING:
             self._wait.pace.stands_still = True
-            self._missing_count = max(self._cascade.held_count(), self._ask_for_victims())
+            self._missing_count = max(self._demotes.held_count(), self._ask_for_victims())
             if not self._missing_count:
                 # Evicted bytes that cannot be given back are no chunks that are missing.
                 self._step = _Step.RECORDING

@@ -190,7 +190,7 @@ class PlaneLoop:
 
         def has_room(tier_idx: int) -> bool:
             cascade = stack.cascades[tier_idx]
-            is_free = cascade.room_bytes() >= need_bytes or not cascade.has_work()
+            is_free = cascade.room_bytes() >= need_bytes or not cascade.demotes.has_work()
             return is_free and stack.demote_victims(tier_idx, group_idx, count) == 0
 
         def is_over() -> bool:

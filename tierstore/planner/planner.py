@@ -326,7 +326,7 @@ class OffloadPlanner:
     def drop_offloads(self) -> None:
         """Let no offload in flight, or due, be found: what computed its blocks is in doubt."""
         for job in self._in_flight.offloads.values():
-            self._stack.doom(job.reservation.keys)
+            self._stack.mark_stale(job.reservation.keys)
         self._offloads.drop_leftovers()
 
     def note_foreign_load(self, block_ids: Sequence[int]) -> None:
@@ -335,7 +335,7 @@ class OffloadPlanner:
         Nothing is found that an offload in flight reads from them: the fence of a step holds back
         what the engine computes, not what others load.
         """
-        self._stack.doom(self._in_flight.keys_read_from(block_ids))
+        self._stack.mark_stale(self._in_flight.keys_read_from(block_ids))
         self.note_written(block_ids)
 
     def check(self) -> list[str]:

@@ -19,28 +19,30 @@ class Locator:
         self,
         primary: PrimaryTier,
         records: Sequence[ReadableRecords],
-        doomed: AbstractSet[OffloadKey],
+        stale: AbstractSet[OffloadKey],
     ) -> None:
         """Share the tiers with the stack; `records` are those of each secondary tier, in order.
 
-        `doomed` is a live view of what must not be found.
+        `stale` is a live view of the chunks from before a reset: they must not be found.
         """
         self._primary = primary
         self._records = records
-        self._doomed = doomed
+        self._stale = stale
 
     def slots(self, keys: Sequence[OffloadKey]) -> list[int | None]:
         """Return the slot of each resident key, None for others. About 0.1 us per key."""
         slots = self._primary.locate(keys)
-        if not self._doomed:
+        if not self._stale:
             return slots
-        return [
-            None if key in self._doomed else slot for key, slot in zip(keys, slots, strict=True)
-        ]
+        return [None if key in self._stale else slot for key, slot in zip(keys, slots, strict=True)]
+
+    def resident(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return those of some keys that are resident."""
+        return [key for key, slot in zip(keys, self.slots(keys), strict=True) if slot is not None]
 
     def is_busy(self, key: OffloadKey) -> bool:
-        """Say whether a transfer holds a chunk that is not resident."""
-        return key in self._primary.arriving or key in self._doomed
+        """Return whether a transfer holds a chunk that is not resident."""
+        return key in self._primary.arriving or key in self._stale
 
     def indices_of_new(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, int]:
         """Return the first index of each key that is neither resident nor held by a transfer."""
@@ -53,15 +55,19 @@ class Locator:
         return indices
 
     def is_any_busy(self, keys: Collection[OffloadKey]) -> bool:
-        """Say whether `is_busy` holds for any of the keys."""
-        arriving, doomed = self._primary.arriving, self._doomed
+        """Return whether `is_busy` holds for any of the keys."""
+        arriving, stale = self._primary.arriving, self._stale
         return bool(
             (arriving and not arriving.keys().isdisjoint(keys))
-            or (doomed and not doomed.isdisjoint(keys))
+            or (stale and not stale.isdisjoint(keys))
         )
 
+    def busy(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return those of some keys of which `is_busy` holds."""
+        return [key for key in keys if self.is_busy(key)] if self.is_any_busy(keys) else []
+
     def locate(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
-        """Say where each chunk is.
+        """Return where each chunk is.
 
         About 0.1 us per resident key, 1.5 us per key and secondary tier that has to be asked.
         """
@@ -94,7 +100,7 @@ class Locator:
         return waits
 
     def locate_in_step(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
-        """Say where each chunk is, as far as that can be found out at once.
+        """Return where each chunk is, as far as that can be found out at once.
 
         As `locate`, but of many chunks that are not in the primary tier, those that a catalog was
         not asked about yet are *arriving*: ask again in the next step.
@@ -104,7 +110,7 @@ class Locator:
         return states
 
     def locate_run(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
-        """Say where the chunks of a prefix are, head first, as `locate_in_step` does.
+        """Return where the chunks of a prefix are, head first, as `locate_in_step` does.
 
         Up to the first absent one at least; what is behind it may be left out or said absent.
         """
@@ -139,7 +145,7 @@ class Locator:
 
     def _resident_count(self, keys: Sequence[OffloadKey]) -> int:
         """Return how many leading chunks are in the primary tier."""
-        if not self._doomed and self._primary.holds_all(keys):
+        if not self._stale and self._primary.holds_all(keys):
             return len(keys)
         slots = self.slots(keys)
         return slots.index(None) if None in slots else len(keys)

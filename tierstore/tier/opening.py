@@ -12,12 +12,15 @@ from tierstore.faults import SystemOpener, open_system
 from tierstore.layout import GroupKind, GroupSpec
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters, Metric
+from tierstore.tier.admission import make_admission
+from tierstore.tier.cascade import Cascade
 from tierstore.tier.disk.secondary import SecondaryTier
 from tierstore.tier.health import TierHealth
 from tierstore.tier.memory.primary import PrimaryTier
-from tierstore.tier.residency import ResidencyLog
+from tierstore.tier.movements import MovementLog
+from tierstore.tier.readable import ReadableRecords
 from tierstore.tier.stack import TierStack
-from tierstore.tier.write_behind.cascade import Cascade
+from tierstore.tier.write_behind.demotes import Demotes
 
 __all__ = ["check_tiers", "open_stack", "open_tiers"]
 
@@ -33,12 +36,12 @@ def open_stack(
     *,
     rank_count: int,
     counters: Counters,
-    residency: ResidencyLog | None = None,
+    movements: MovementLog | None = None,
     clock: Clock | None = None,
     open_system: SystemOpener = open_system,
     lookup_seconds_max: float | None = None,
 ) -> TierStack:
-    """Open the control half of all configured tiers; `residency` is told what comes and goes.
+    """Open the control half of all configured tiers; `movements` is told what comes and goes.
 
     A tier whose device fails, hangs or is kept by a stopped process (`tier.outage`) is without its
     catalog until it can be opened (`SecondaryTier.is_open`); the others are used.
@@ -77,7 +80,7 @@ def open_stack(
             secondaries,
             counters=counters,
             clock=clock,
-            residency=residency,
+            movements=movements,
         )
         _connect(secondaries, cascades)
         return TierStack(
@@ -85,10 +88,10 @@ def open_stack(
             primary,
             secondaries,
             cascades,
-            counters,
-            hung_bytes_max=_hung_bytes_max(config),
+            _records(config, secondaries, cascades, counters, clock),
+            counters=counters,
             clock=clock,
-            residency=residency,
+            movements=movements,
         )
 
 
@@ -100,28 +103,42 @@ def _cascades(
     *,
     counters: Counters,
     clock: Clock,
-    residency: ResidencyLog | None,
+    movements: MovementLog | None,
 ) -> list[Cascade]:
-    # Write-behind pins chunks: half of the primary tier always stays free for the engine. One
-    # chunk at least, or none would ever be written.
+    # Write-behind pins at most half of the primary tier, so that there is room to offload; the
+    # configured queue alone could pin a small one whole. One chunk at least, or none would ever
+    # be written.
     share_bytes = config.primary.capacity_bytes // (2 * max(1, len(config.secondary)))
     queue_bytes_min = max((group.chunk_bytes for group in groups), default=0)
-    return [
-        Cascade(
+    cascades: list[Cascade] = []
+    for tier_idx, (tier, secondary) in enumerate(zip(config.secondary, secondaries, strict=True)):
+        admission = make_admission(tier.cascade)
+        health = TierHealth(secondary, tier.name, tier.io, clock, counters)
+        demotes = Demotes(
             tier_idx=tier_idx,
-            config=tier,
+            name=tier.name,
+            admission=admission,
             groups=groups,
             primary=primary,
             secondary=secondary,
-            health=TierHealth(secondary, tier.name, tier.io, clock, counters),
+            health=health,
             counters=counters,
             queue_bytes_max=max(queue_bytes_min, min(tier.io.write_queue_bytes, share_bytes)),
-            residency=residency,
+            movements=movements,
         )
-        for tier_idx, (tier, secondary) in enumerate(
-            zip(config.secondary, secondaries, strict=True)
+        cascades.append(
+            Cascade(
+                name=tier.name,
+                admission=admission,
+                demotes=demotes,
+                primary=primary,
+                secondary=secondary,
+                health=health,
+                counters=counters,
+                movements=movements,
+            )
         )
-    ]
+    return cascades
 
 
 def check_tiers(config: StoreConfig, manifest: Manifest, *, rank_count: int) -> None:
@@ -187,10 +204,25 @@ def _count_opening(counters: Counters, name: str, catalog: Catalog) -> None:
         counters.add(Metric.COLD_STARTS, label=name)
 
 
-def _hung_bytes_max(config: StoreConfig) -> list[int]:
-    """Return by tier what its reads may hold of the primary tier while they hang."""
-    capacity_bytes = config.primary.capacity_bytes
-    return [int(capacity_bytes * tier.io.breaker.hung_share) for tier in config.secondary]
+def _records(
+    config: StoreConfig,
+    secondaries: Sequence[SecondaryTier],
+    cascades: Sequence[Cascade],
+    counters: Counters,
+    clock: Clock,
+) -> list[ReadableRecords]:
+    """Return by tier what can be read; its hung reads may hold a share of the primary tier."""
+    return [
+        ReadableRecords(
+            secondary,
+            cascade.health,
+            clock,
+            counters,
+            hung_bytes_max=int(config.primary.capacity_bytes * tier.io.breaker.hung_share),
+            on_removed=cascade.on_erased,
+        )
+        for tier, secondary, cascade in zip(config.secondary, secondaries, cascades, strict=True)
+    ]
 
 
 def _primary(config: StoreConfig, groups: Sequence[GroupSpec]) -> PrimaryTier:

@@ -10,12 +10,13 @@ from tierstore.clock import Clock
 from tierstore.key import OffloadKey
 from tierstore.layout import GroupSpec
 from tierstore.metrics import Counters, Metric
+from tierstore.policy.use import UseContext
+from tierstore.tier.cascade import Cascade
 from tierstore.tier.disk.secondary import SecondaryTier
+from tierstore.tier.intake import Intake
 from tierstore.tier.memory.primary import PrimaryTier
 from tierstore.tier.readable import ReadableRecords
 from tierstore.tier.reservation import NONE_TRIED, LoadReservation, untried
-from tierstore.tier.residency import ResidencyLog
-from tierstore.tier.write_behind.cascade import Cascade
 from tierstore.transfer import FailureReason, JobId, Place, Promote, TransferDone
 
 __all__ = ["Promotions"]
@@ -33,6 +34,7 @@ class _LatePart:
     """Detached: a hung read may still write to them."""
     unwanted: set[OffloadKey]
     """Keys whose bytes are worthless even if they come (reset)."""
+    use: UseContext
 
 
 class Promotions:
@@ -46,27 +48,32 @@ class Promotions:
         secondaries: Sequence[SecondaryTier],
         records: Sequence[ReadableRecords],
         cascades: Sequence[Cascade],
-        doomed: AbstractSet[OffloadKey],
+        intake: Intake,
+        stale: AbstractSet[OffloadKey],
         counters: Counters,
-        residency: ResidencyLog | None,
         clock: Clock,
     ) -> None:
         """Share the tiers with the stack; `groups` is indexed by group, `records` by tier.
 
-        `doomed` is a live view of the chunks that must not become resident (reset).
+        `stale` is a live view of the chunks that must not become resident (reset).
         """
         self._groups = groups
         self._primary = primary
         self._secondaries = secondaries
         self._records = records
         self._cascades = cascades
-        self._doomed = doomed
+        self._intake = intake
+        self._stale = stale
         self._counters = counters
-        self._residency = residency
         self._clock = clock
         self._begun: dict[JobId, float] = {}
         """When loads that are not answered began."""
         self._late: dict[JobId, list[_LatePart]] = {}
+
+    @property
+    def last_tier_idx(self) -> int:
+        """The tier that is asked last."""
+        return len(self._secondaries) - 1
 
     def find(
         self,
@@ -118,16 +125,16 @@ class Promotions:
         A late chunk is absent from memory: another tier, or whoever computes it, may bring it.
         """
         late: list[_LatePart] = []
-        begun_at = self._begun.pop(reservation.job_id)
+        begun_at, use = self._begun.pop(reservation.job_id), reservation.use
         first = 0
         for promote in reservation.promotes:
             self._judge(promote, first, done.failed, begun_at)
-            if done.failed or self._doomed:
-                part = self._finish_unevenly(promote, first, done.failed)
+            if done.failed or self._stale:
+                part = self._finish_unevenly(promote, first, done.failed, use)
                 if part.keys:
                     late.append(part)
             else:
-                self._settle(promote, promote.keys, ())
+                self._settle(promote, promote.keys, (), use)
             first += len(promote.keys)
         if late:
             self._late[reservation.job_id] = late
@@ -160,25 +167,6 @@ class Promotions:
             return []
         return [f"{self._primary.detached_count} slots are detached, {late_count} are awaited"]
 
-    def commit(
-        self, group_idx: int, keys: Sequence[OffloadKey], source_idx: int | None = None
-    ) -> None:
-        """Make chunks of one prefix, given head first, resident, and let them cascade.
-
-        `source_idx` is the tier that they came from, if any.
-        """
-        if not keys:
-            return
-        self._primary.commit(keys[::-1])
-        if self._residency is not None:
-            self._residency.came(keys)
-        for tier_idx, cascade in enumerate(self._cascades):
-            if tier_idx == source_idx:
-                cascade.on_promoted(keys)
-            else:
-                self._records[tier_idx].give_way(keys)
-                cascade.on_resident(group_idx, keys)
-
     def _judge(
         self, promote: Promote, first: int, failed: Mapping[int, FailureReason], begun_at: float
     ) -> None:
@@ -189,7 +177,11 @@ class Promotions:
         self._records[promote.tier_idx].health.end_read(arrived_count, reasons, begun_at)
 
     def _finish_unevenly(
-        self, promote: Promote, first: int, failed: Mapping[int, FailureReason]
+        self,
+        promote: Promote,
+        first: int,
+        failed: Mapping[int, FailureReason],
+        use: UseContext,
     ) -> _LatePart:
         """Settle the chunks of a promote that have come or failed; return those that are late.
 
@@ -201,22 +193,21 @@ class Promotions:
         late: dict[int, OffloadKey] = {}
         for i, key in enumerate(promote.keys, first):
             reason = failed.get(i)
-            if reason is None and key not in self._doomed:
+            if reason is None and key not in self._stale:
                 arrived.append(key)
             elif reason is FailureReason.DEADLINE:
                 late[i] = key
             else:
                 lost[key] = reason
         self._blame(records, lost)
-        self._settle(promote, arrived, tuple(lost))
+        self._settle(promote, arrived, tuple(lost), use)
         keys = tuple(late.values())
-        slots = tuple(self._primary.detach(keys))
-        self._tell_of_lost(keys)
+        slots = tuple(self._intake.detach(keys))
         if late:
             self._counters.add(Metric.MISSES, len(late), label=FailureReason.DEADLINE.value)
             records.hang(keys, self._slot_bytes(promote, len(late)))
-        unwanted = {key for key in keys if key in self._doomed}
-        return _LatePart(promote, tuple(late), keys, slots, unwanted)
+        unwanted = {key for key in keys if key in self._stale}
+        return _LatePart(promote, tuple(late), keys, slots, unwanted, use)
 
     def _finish_late_part(self, part: _LatePart, failed: Mapping[int, FailureReason]) -> None:
         """Let come what still can; give the other slots back."""
@@ -230,16 +221,16 @@ class Promotions:
         lost: dict[OffloadKey, FailureReason | None] = {}
         for i, key, slot in zip(part.indices, part.keys, resident, strict=True):
             reason = failed.get(i)
-            is_held = slot is not None or key in self._primary.arriving or key in self._doomed
+            is_held = slot is not None or key in self._primary.arriving or key in self._stale
             if reason is None and not is_held and key not in part.unwanted:
                 arrived.append(key)
             else:
                 lost[key] = reason
         self._primary.give_back([slots[key] for key in lost])
-        self._primary.reattach(arrived[::-1], [slots[key] for key in arrived[::-1]])
+        self._primary.reattach(arrived[::-1], [slots[key] for key in arrived[::-1]], use=part.use)
         self._secondaries[promote.tier_idx].pins.unpin(tuple(lost))
         self._blame(records, {k: why for k, why in lost.items() if k not in part.unwanted})
-        self._settle(promote, arrived, ())
+        self._settle(promote, arrived, (), part.use)
 
     def _blame(
         self, records: ReadableRecords, lost: Mapping[OffloadKey, FailureReason | None]
@@ -248,31 +239,31 @@ class Promotions:
         reasons = {key: reason for key, reason in lost.items() if reason is not None}
         for reason in reasons.values():
             self._counters.add(Metric.MISSES, label=reason.value)
-        if self._doomed:  # after a reset the record is another one, or none
-            reasons = {key: why for key, why in reasons.items() if key not in self._doomed}
+        if self._stale:  # after a reset the record is another one, or none
+            reasons = {key: why for key, why in reasons.items() if key not in self._stale}
         records.fail(reasons)
 
     def _settle(
-        self, promote: Promote, arrived: Sequence[OffloadKey], lost: Sequence[OffloadKey]
+        self,
+        promote: Promote,
+        arrived: Sequence[OffloadKey],
+        lost: Sequence[OffloadKey],
+        use: UseContext,
     ) -> None:
+        """Commit the chunks that came, give the slots of the others back."""
         secondary = self._secondaries[promote.tier_idx]
         if lost:
-            self._primary.abort(lost)
+            self._intake.abort(lost)
             secondary.pins.unpin(lost)
-            self._tell_of_lost(lost)
         if not arrived:
             return
         secondary.pins.unpin(arrived)
         self._records[promote.tier_idx].succeed(arrived)
-        self.commit(promote.group_idx, arrived, source_idx=promote.tier_idx)
-        secondary.touch(arrived[::-1])
+        self._intake.commit(promote.group_idx, arrived, source_idx=promote.tier_idx, use=use)
+        secondary.touch(arrived[::-1], use=use)
         self._cascades[promote.tier_idx].count_promoted(
             len(arrived), self._groups[promote.group_idx].chunk_bytes
         )
-
-    def _tell_of_lost(self, keys: Sequence[OffloadKey]) -> None:
-        if self._residency is not None:
-            self._residency.lost(keys)
 
     def _slot_bytes(self, promote: Promote, count: int) -> int:
         return count * self._groups[promote.group_idx].slot_bytes

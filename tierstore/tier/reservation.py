@@ -8,6 +8,7 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from tierstore.key import OffloadKey
+from tierstore.policy.use import UNKNOWN_USE, UseContext
 from tierstore.transfer import IntArray, JobId, Promote
 
 __all__ = ["NONE_TRIED", "ChunkState", "LoadReservation", "OffloadReservation", "untried"]
@@ -39,6 +40,8 @@ class OffloadReservation(NamedTuple):
     """Positions in the asked keys, ascending."""
     keys: tuple[OffloadKey, ...]
     slots: IntArray
+    use: UseContext = UNKNOWN_USE
+    """On whose behalf they are stored."""
 
 
 class LoadReservation(NamedTuple):
@@ -52,6 +55,8 @@ class LoadReservation(NamedTuple):
     promotes: tuple[Promote, ...]
     pinned: tuple[OffloadKey, ...]
     """The chunks that were resident already, head first."""
+    use: UseContext = UNKNOWN_USE
+    """On whose behalf they are loaded."""
 
     @classmethod
     def of(
@@ -60,6 +65,7 @@ class LoadReservation(NamedTuple):
         groups: Sequence[tuple[Sequence[OffloadKey], Sequence[int | None]]],
         promotes: Sequence[Promote],
         pinned: tuple[OffloadKey, ...],
+        use: UseContext = UNKNOWN_USE,
     ) -> Self:
         """Fill in the slots that promotes were given; `groups` are keys with those they had."""
         given: dict[OffloadKey, int] = {}
@@ -73,7 +79,7 @@ class LoadReservation(NamedTuple):
                 slots = [given[k] if s is None else s for k, s in zip(keys, had, strict=True)]
             all_keys.append(tuple(keys))
             all_slots.append(np.array(slots, np.int64))
-        return cls(job_id, tuple(all_keys), tuple(all_slots), tuple(promotes), pinned)
+        return cls(job_id, tuple(all_keys), tuple(all_slots), tuple(promotes), pinned, use)
 
     def failed_tiers(self, failed: Collection[int]) -> dict[OffloadKey, int]:
         """Return the chunks that did not come (`TransferDone.failed`), each with its tier."""

@@ -16,6 +16,7 @@ from vllm.tokenizers import TokenizerLike
 from tierstore.config import StoreConfig, to_mapping
 from tierstore.errors import PromptError
 from tierstore.metrics import Metric
+from tierstore.tier.admission import make_admission
 from tierstore.warmup import ChatPrompt, Prompt, TextPrompt, distinct_prefixes
 
 __all__ = ["WarmupReport", "warm_up"]
@@ -140,7 +141,11 @@ class _Warmup:
         vLLM reports a connector's statistics with the outputs of a step, so a tiny request is
         asked again and again; less than a block, it is never stored.
         """
-        tiers = [tier.name for tier in self._config.secondary if tier.cascade == "write_through"]
+        tiers = [
+            tier.name
+            for tier in self._config.secondary
+            if make_admission(tier.cascade).admits_arrivals
+        ]
         seen, moved_at = self._counters(), time.monotonic()
         while time.monotonic() - moved_at < _STALL_SECONDS:
             lost = _total(seen, Metric.DROPPED_DEMOTES)

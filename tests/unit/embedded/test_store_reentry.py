@@ -30,10 +30,11 @@ TRACED = {
     "embedded": (
         "store batched_put pipelined_get planes gate loop idle_carrier flush pace catalog_reader"
     ),
-    "tier": "stack promotion locator",
+    "tier": "stack loads promotion victims intake locator stale uses cascade",
+    "tier/admission": "admitted on_evict write_through",
     "tier/memory": "primary",
     "tier/disk": "secondary",
-    "tier/write_behind": "cascade failed_demotes",
+    "tier/write_behind": "demotes write_queue retries failed_demotes",
     "executor": "executor",
     "policy": "arc lru",
     ".": "io_pool",

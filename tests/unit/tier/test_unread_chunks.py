@@ -328,11 +328,11 @@ def test_late_bytes_are_dropped_after_a_reset(tiers, moment):
     else:
         answer(tiers, load, {0: DEADLINE})
         tiers.reset()
-    tiers.residency.take()
+    tiers.movements.take()
     assert tiers.locate(1) == [ABSENT]
     answer_late(tiers, load)
     assert tiers.locate(1) == [ABSENT]
-    assert tiers.residency.take() == []
+    assert tiers.movements.take() == []
     tiers.assert_all_slots_can_be_had()
 
 

@@ -39,6 +39,7 @@ from tierstore.geometry import SpaceGeometry
 from tierstore.io_pool import Mailbox
 from tierstore.key import OffloadKey
 from tierstore.manifest import Manifest
+from tierstore.policy.use import UNKNOWN_USE, UseContext
 from tierstore.tier.disk.desk import CatalogDesk, CatalogEnd, DeskItem
 from tierstore.tier.disk.keeper import CatalogKeeper, CatalogNews, KeeperPace, OpenCatalog
 from tierstore.tier.disk.lookup import Hidden, Lookups
@@ -279,7 +280,12 @@ class SecondaryTier:
         """Publish the records of a `Placed`, but for those that could not be written (by index)."""
         self._put(CommitTicket(ticket, frozenset(failed)))
 
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
+    def touch(
+        self,
+        keys: Sequence[OffloadKey],
+        *,
+        use: UseContext = UNKNOWN_USE,  # noqa: ARG002 - all uses are alike to the catalog
+    ) -> None:
         """Record one use of each key, tail first: it becomes the last to be evicted.
 
         Uses wait a moment for others, so that a burst of loads need not share the interpreter with

@@ -13,6 +13,7 @@ from tierstore.errors import ConfigError
 from tierstore.key import OffloadKey
 from tierstore.layout import PAGE_BYTES
 from tierstore.policy import make_policy
+from tierstore.policy.use import UNKNOWN_USE, UseContext
 from tierstore.tier.memory.slabs import SlabSlots, UniformSlots
 from tierstore.transfer import IntArray
 
@@ -67,6 +68,8 @@ class PrimaryTier:
         cached_groups = [size for size in slot_bytes if size] or [largest]
         capacity_chunks = config.capacity_bytes * len(cached_groups) // sum(cached_groups)
         self._policy = make_policy(config.eviction, capacity_chunks)
+        self.needs_use = self._policy.needs_use
+        """Whether the policy goes by uses; if not, callers leave them out."""
         self._arriving: dict[OffloadKey, int] = {}
         self._arriving_view = MappingProxyType(self._arriving)
         self._detached: set[int] = set()
@@ -104,7 +107,9 @@ class PrimaryTier:
         """Slots that are reserved but not yet readable, by key (a live view)."""
         return self._arriving_view
 
-    def reserve(self, group_idx: int, keys: Sequence[OffloadKey]) -> Reservation | None:
+    def reserve(
+        self, group_idx: int, keys: Sequence[OffloadKey], *, use: UseContext = UNKNOWN_USE
+    ) -> Reservation | None:
         """Set aside one slot of the group's class per key, evicting unpinned chunks as needed.
 
         All or nothing: on None nothing was evicted. Duplicate, resident or arriving keys are a
@@ -121,10 +126,10 @@ class PrimaryTier:
             self._refuse_known("reserve", keys)
         self._known_new = None
         count = len(keys)
-        victims = self._choose_victims(class_idx, keys)
+        victims = self._choose_victims(class_idx, keys, use)
         if victims is None:
             return None
-        slots = self._policy.evict(victims, keys)
+        slots = self._policy.evict(victims, keys, use)
         if self._class_count > 1 or len(slots) < count:
             self._slots.give(slots)
             # Keys come tail first, and the victims of a prefix too: the tail gets the last slot,
@@ -161,14 +166,14 @@ class PrimaryTier:
         """Whether transfers hold chunks, whose room comes back when they end."""
         return bool(self._pins or self._arriving)
 
-    def commit(self, keys: Sequence[OffloadKey]) -> None:
+    def commit(self, keys: Sequence[OffloadKey], *, use: UseContext = UNKNOWN_USE) -> None:
         """Make arriving keys resident; in order of eviction, so a prefix comes tail first.
 
         Raises:
             ValueError: a key came twice or is not arriving.
         """
         slots = self._end_arrival("commit", keys)
-        self._policy.insert(keys, slots)
+        self._policy.insert(keys, slots, use)
 
     def abort(self, keys: Sequence[OffloadKey]) -> None:
         """Give the slots of arriving keys back.
@@ -191,7 +196,9 @@ class PrimaryTier:
         self._detached.update(slots)
         return slots
 
-    def reattach(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
+    def reattach(
+        self, keys: Sequence[OffloadKey], slots: Sequence[int], *, use: UseContext = UNKNOWN_USE
+    ) -> None:
         """Let new keys, tail first, arrive in detached slots after all.
 
         Raises:
@@ -201,7 +208,7 @@ class PrimaryTier:
             self._refuse_known("reattach", keys)
         self._known_new = None
         self._end_detachment("reattach", slots)
-        self._policy.evict((), keys)  # they miss, and find free slots
+        self._policy.evict((), keys, use)  # they miss, and find free slots
         self._arriving.update(zip(keys, slots, strict=True))
 
     def give_back(self, slots: Sequence[int]) -> None:
@@ -259,23 +266,23 @@ class PrimaryTier:
             else:
                 del pins[key]
 
-    def release(self, keys: Sequence[OffloadKey]) -> None:
+    def release(self, keys: Sequence[OffloadKey], *, use: UseContext = UNKNOWN_USE) -> None:
         """Undo one `pin` per key and record one use of each, tail first.
 
         Raises:
             ValueError: a key is not pinned as often as it is given.
         """
         self.unpin(keys)
-        self._policy.touch(keys)  # what was pinned is resident
+        self._policy.touch(keys, use)  # what was pinned is resident
 
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
+    def touch(self, keys: Sequence[OffloadKey], *, use: UseContext = UNKNOWN_USE) -> None:
         """Record one use of each resident key, tail first.
 
         Raises:
             ValueError: a key is not resident.
         """
         self._require_resident("touch", keys)
-        self._policy.touch(keys)
+        self._policy.touch(keys, use)
 
     def coldest(self, count: int) -> list[OffloadKey]:
         """Name the next `count` victims in order, as if nothing was pinned; changes nothing."""
@@ -369,18 +376,18 @@ class PrimaryTier:
         return wanted
 
     def _choose_victims(
-        self, class_idx: int, keys: Sequence[OffloadKey]
+        self, class_idx: int, keys: Sequence[OffloadKey], use: UseContext
     ) -> list[OffloadKey] | None:
         slots = self._slots
         shortage = len(keys) - slots.free_count(class_idx)
         if shortage <= 0:
             return []
         if isinstance(slots, UniformSlots):
-            victims = self._policy.victims(shortage, self._pins, keys)
+            victims = self._policy.victims(shortage, self._pins, keys, use)
             return victims if len(victims) == shortage else None
         asked = shortage
         while True:
-            victims = self._policy.victims(asked, self._pins, keys)
+            victims = self._policy.victims(asked, self._pins, keys, use)
             victim_slots = [slot for slot in self._policy.locate(victims) if slot is not None]
             chosen = slots.choose(class_idx, shortage, victim_slots)
             if chosen is not None:

@@ -1,110 +1,350 @@
-"""The demotes of one tier that are under way, by how far they have come."""
+"""Demotes of one secondary tier: asked for, written, recorded, and tried again.
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain
-from typing import TYPE_CHECKING
+request         pinned, places asked for          the catalog's writer makes room
+Placed          -> Demote command                 the data plane writes
+TransferDone    -> commit                         the catalog publishes the records
+Committed       unpinned                          the records can be found
+Refused, failed -> Retries                        asked for again later
+"""
 
-from tierstore.key import OffloadKey
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from collections.abc import Set as AbstractSet
 
-if TYPE_CHECKING:
-    from tierstore.transfer import JobId
+from tierstore.catalog.messages import Committed, Evicted, Placed, Refused
+from tierstore.key import OffloadKey, get_offload_group_idx
+from tierstore.layout import GroupSpec
+from tierstore.metrics import Counters, Metric
+from tierstore.tier.admission.protocol import Admission
+from tierstore.tier.disk.secondary import SecondaryTier
+from tierstore.tier.health import TierHealth, worst_reason
+from tierstore.tier.memory.primary import PrimaryTier
+from tierstore.tier.movements import MovementLog
+from tierstore.tier.write_behind.releases import Releases
+from tierstore.tier.write_behind.retries import Retries
+from tierstore.tier.write_behind.write_queue import WriteQueue
+from tierstore.transfer import Command, Demote, FailureReason, JobId, TransferDone
 
-__all__ = ["Demotes", "WaitingDemote", "WritingDemote"]
-
-_TICKET_BYTES = 8 << 20
-_TICKET_KEYS_MAX = 512
-"""Longer requests are placed, written and recorded in parts, so that the first write need not wait
-for the catalog to place the last, and what one transaction of it changes is bounded."""
-
-
-@dataclass(frozen=True, slots=True)
-class WaitingDemote:
-    """Keys of one group that wait for their places."""
-
-    group_idx: int
-    keys: tuple[OffloadKey, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class WritingDemote:
-    """A demote on its way, by its catalog ticket."""
-
-    ticket: int
-    group_idx: int
-    keys: tuple[OffloadKey, ...]
-    written: tuple[OffloadKey, ...] = ()
-    """Those that the device took, once it has answered."""
+__all__ = ["Demotes"]
 
 
 class Demotes:
-    """What is asked of the catalog and of the device, and not answered."""
+    """The write-behind of one tier: how chunks go down, whoever decides which. One thread."""
 
-    def __init__(self) -> None:
-        self.newest_ticket = 0
-        """The last one that was asked for; they are numbered."""
-        self.waiting: dict[int, WaitingDemote] = {}
-        """For places, by ticket."""
-        self.writing: dict[JobId, WritingDemote] = {}
-        """For the device."""
-        self.committing: dict[int, WritingDemote] = {}
-        """To be published, by ticket."""
-        self.cancelled_tickets: set[int] = set()
-        self.cancelled_jobs: dict[JobId, WritingDemote] = {}
+    def __init__(
+        self,
+        *,
+        tier_idx: int,
+        name: str,
+        admission: Admission,
+        groups: Sequence[GroupSpec],
+        primary: PrimaryTier,
+        secondary: SecondaryTier,
+        health: TierHealth,
+        counters: Counters,
+        queue_bytes_max: int,
+        movements: MovementLog | None = None,
+    ) -> None:
+        """Share the tiers; the admission is told what was asked for, and what is to be again.
 
-    def __bool__(self) -> bool:
-        return bool(
-            self.waiting
-            or self.writing
-            or self.committing
-            or self.cancelled_tickets
-            or self.cancelled_jobs
-        )
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether the device was told to write, and has not answered."""
-        return bool(self.writing or self.cancelled_jobs)
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether the catalog was asked for something, and has not answered."""
-        return bool(self.waiting or self.committing)
-
-    def begin(
-        self, group_idx: int, keys: Sequence[OffloadKey], chunk_bytes: int
-    ) -> Iterator[tuple[int, tuple[OffloadKey, ...]]]:
-        """Give tickets to keys, head first; yield each with its part, tail first.
-
-        What is recorded first is evicted first.
+        `queue_bytes_max` bounds what this tier pins in the primary tier.
         """
-        per_ticket = max(1, min(_TICKET_BYTES // chunk_bytes, _TICKET_KEYS_MAX))
-        for stop in range(len(keys), 0, -per_ticket):
-            part = tuple(keys[max(0, stop - per_ticket) : stop])
-            self.newest_ticket += 1
-            self.waiting[self.newest_ticket] = WaitingDemote(group_idx, part)
-            yield self.newest_ticket, part
+        self._name = name
+        self._admission = admission
+        self._groups = groups
+        self._primary = primary
+        self._secondary = secondary
+        self._health = health
+        self._counters = counters
+        self._movements = movements
+        self._queue = WriteQueue(
+            tier_idx=tier_idx,
+            groups=groups,
+            primary=primary,
+            secondary=secondary,
+            bytes_max=queue_bytes_max,
+        )
+        self._releases = Releases(tier_idx, secondary, health)
+        self._retries = Retries(secondary, health)
+        self._failed = self._retries.failed
+        self._trial_ticket = 0
+        """The first of the last trial: what began before says nothing of the tier now."""
+        self.retried_ticket = 0
+        """The last one that asked again for chunks whose demote had failed."""
 
-    def oldest_ticket(self) -> float:
-        """Return the first of their tickets; without any, infinity. O(tickets)."""
-        writing = (demote.ticket for demote in self.writing.values())
-        return min((*self.waiting, *writing, *self.committing), default=math.inf)
+    @property
+    def is_retrying(self) -> bool:
+        """Whether chunks whose demote failed are asked for again, or will be by themselves soon."""
+        return self._retries.is_under_way
 
-    def held(self) -> Iterable[WaitingDemote | WritingDemote]:
-        """Return those that pin their chunks."""
-        return chain(self.waiting.values(), self.writing.values(), self.committing.values())
+    @property
+    def newest_ticket(self) -> int:
+        """The ticket that was asked for last; they are numbered."""
+        return self._queue.newest_ticket
 
-    def held_keys(self) -> set[OffloadKey]:
-        """Return the chunks that are pinned."""
-        return {key for demote in self.held() for key in demote.keys}
+    @property
+    def in_flight(self) -> AbstractSet[OffloadKey]:
+        """The chunks that are on their way (a live view)."""
+        return self._queue.in_flight
 
-    def cancel(self) -> list[WaitingDemote | WritingDemote]:
-        """Give all of them up; return those that have pinned their chunks until now."""
-        held = list(self.held())
-        self.cancelled_tickets.update(self.waiting)
-        self.cancelled_jobs.update(self.writing)
-        self.waiting.clear()
-        self.writing.clear()
-        self.committing.clear()
-        return held
+    @property
+    def room_bytes(self) -> int:
+        """How much more may be requested before demotes are dropped."""
+        return self._queue.room_bytes
+
+    @property
+    def queued_bytes(self) -> int:
+        """The bytes of the chunks that are pinned for this tier."""
+        return self._queue.queued_bytes
+
+    @property
+    def writing_jobs(self) -> Sequence[JobId]:
+        """The demotes that the data plane has not answered, but for cancelled ones."""
+        return self._queue.writing_jobs
+
+    @property
+    def is_healing(self) -> bool:
+        """Whether something waits until the tier is in use again, or is tried again."""
+        is_sound = self._health.is_writable and not self._health.is_write_doubted
+        return not is_sound and bool(self._failed or self._releases.is_due)
+
+    def request(self, group_idx: int, keys: Sequence[OffloadKey]) -> int:
+        """Ask the tier to record chunks; return how many found no room in the queue."""
+        limit = self._health.write_count_max()
+        if limit < len(keys):
+            self._park(keys[limit:])
+            keys = keys[:limit]
+        room = max(0, self._queue.room_bytes) // self._groups[group_idx].chunk_bytes
+        unqueued = keys[room:]
+        if unqueued and not self._admission.admits_victims:
+            # Victims are asked for again until they are recorded; others by the next flush.
+            self._drop(len(unqueued), "queue_full")
+            self._failed.note_unasked(unqueued, "queue_full")
+        keys = keys[:room]
+        if keys:
+            if self._health.begin_write_trial():
+                self._trial_ticket = self._queue.newest_ticket + 1
+            self._failed.drop(keys)
+            self._admission.on_admitted(keys)
+            self._queue.add(group_idx, keys)
+        return len(unqueued)
+
+    def request_groups(self, keys: Sequence[OffloadKey]) -> int:
+        """Ask for chunks of any groups; return how many found no room in the queue."""
+        by_group: defaultdict[int, list[OffloadKey]] = defaultdict(list)
+        for key in keys:
+            by_group[get_offload_group_idx(key)].append(key)
+        return sum(self.request(group_idx, part) for group_idx, part in by_group.items())
+
+    def begin_retry(self) -> None:
+        """Ask again, as room comes (`commands`), for chunks in memory whose demote failed.
+
+        A tier that is out of use is tried at once.
+        """
+        self._retries.begin()
+
+    def commands(self, new_job_id: Callable[[], JobId]) -> list[Command]:
+        """Turn the catalog's answers into commands for the data plane."""
+        commands: list[Command] = []
+        self._retries.begin_if_back()
+        for event in self._secondary.poll():
+            if isinstance(event, Placed):
+                demote = self._start_write(event, new_job_id)
+                if demote is not None:
+                    commands.append(demote)
+            elif isinstance(event, Refused):
+                self._refuse(event)
+            elif isinstance(event, Committed):
+                self._finish_commit(event)
+            elif isinstance(event, Evicted):
+                self._counters.add(Metric.EVICTED_CHUNKS, len(event.keys), label=self._name)
+                if self._movements is not None:
+                    self._movements.erased(self._name, event.keys)
+            else:
+                self._releases.add(event)
+        # Before what waits for their bytes is asked for again.
+        commands += self._releases.commands(new_job_id)
+        self._retries.begin_if_due(is_queue_empty=not self._queue)
+        self._retry_failed()
+        self._health.look(
+            is_writing=self._queue.is_writing or self._releases.is_under_way,
+            is_waiting=self._queue.is_waiting,
+        )
+        return commands
+
+    def complete(self, done: TransferDone) -> bool:
+        """Take the data plane's answer; False: the job is not of this tier."""
+        if self._finish_write(done):
+            return True
+        if self._queue.end_cancelled_write(done):
+            self._health.note_moved()
+            return True
+        if not self._releases.complete(done):
+            return False
+        if done.ok:
+            self._health.note_released()
+        else:
+            self._health.note_unreleased()
+        return True
+
+    def has_work(self) -> bool:
+        """Return whether demotes or releases are on their way.
+
+        What a tier that is out of use has not done is no work: nothing can be done for it now.
+        """
+        if not self._health.may_write_soon:
+            # A device that refuses answers all the same.
+            return self._queue.is_writing and not self._health.is_standing_still
+        if self._retries.is_due:
+            return True
+        return bool(self._queue or self._releases.is_under_way or self._failed.is_retrying)
+
+    def has_demotes(self, ticket_max: int) -> bool:
+        """Return whether demotes up to a ticket are on their way. O(tickets)."""
+        return self._queue.oldest_ticket() <= ticket_max
+
+    def cancel(self) -> None:
+        """Give all of them up (reset): none of their chunks is to be found."""
+        self._queue.cancel()
+
+    def forget(self, keys: Collection[OffloadKey]) -> None:
+        """Take note of chunks that left memory: nothing of them can be tried again."""
+        self._failed.forget(keys)
+
+    def forget_failures(self) -> None:
+        """Try nothing again that has failed until now (reset)."""
+        self._failed.clear()
+
+    def request_lost_records(self, keys: Sequence[OffloadKey]) -> None:
+        """Ask again, at the next flush, for chunks in memory whose records are gone.
+
+        What is on its way now is refused, and asked for again then.
+        """
+        held = self._queue.held_keys()
+        self._failed.note_unasked([key for key in keys if key not in held], "catalog_lost")
+
+    def request_lost_payload(self, keys: Sequence[OffloadKey]) -> None:
+        """Ask again, at the next flush, for chunks in memory whose payload may be gone.
+
+        What is on its way now may be written there: it is asked for again once it is recorded.
+        """
+        newest = self._queue.newest_ticket
+        self._failed.note_lost(keys, held=self._queue.held_keys(), ticket=newest)
+
+    def complaints(self) -> list[str]:
+        """Say how many chunks in memory are not in this tier although its rule wants them, why."""
+        failed = self._failed.keys()
+        slots = self._primary.locate(failed)
+        self._failed.forget([k for k, slot in zip(failed, slots, strict=True) if slot is None])
+        counts = self._failed.count_by_reason()
+        if not self._health.is_writable:
+            held = self._queue.held_keys().difference(failed)
+            counts[self._health.write_cause.value] += len(held)
+        complaints = [
+            f"{count} chunks could not be written ({reason})"
+            for reason, count in sorted(counts.items())
+            if count
+        ]
+        if complaints and not self._health.is_writable:
+            complaints.append(f"it {self._health.trouble}, and is out of use")
+        return complaints
+
+    def held_count(self) -> int:
+        """Return how many chunks are pinned by demotes on their way. O(tickets)."""
+        return self._queue.held_count()
+
+    def _park(self, keys: Sequence[OffloadKey]) -> None:
+        """Remember chunks for a tier that is out of use, until it is in use again."""
+        self._failed.drop(keys)
+        self._note_refused(keys, self._health.write_cause)
+        self._admission.on_admitted(keys)
+
+    def _refuse(self, refused: Refused) -> None:
+        if self._queue.end_cancelled_ticket(refused.ticket):
+            return
+        self._note_refused(self._queue.refuse(refused.ticket), refused.reason)
+        # `FULL` says that the tier's capacity is too small for what lives in it now.
+        is_failing = refused.reason is not FailureReason.FULL
+        reason = refused.reason if is_failing else FailureReason.CLOSED
+        self._health.note_refused(reason, is_trial=refused.ticket >= self._trial_ticket)
+
+    def _start_write(self, placed: Placed, new_job_id: Callable[[], JobId]) -> Demote | None:
+        if self._queue.end_cancelled_ticket(placed.ticket):
+            self._secondary.commit(placed.ticket, range(len(placed.keys)))
+            return None
+        recorded = self._queue.drop_recorded(placed)
+        if recorded:
+            self._withdraw(self._failed.on_recorded(recorded, placed.ticket))
+        return self._queue.begin_write(placed, new_job_id()) if placed.keys else None
+
+    def _finish_write(self, done: TransferDone) -> bool:
+        writing = self._queue.begin_commit(done)
+        if writing is None:
+            return False
+        written = len(writing.written)
+        self._health.note_moved()
+        chunk_bytes = self._groups[writing.group_idx].chunk_bytes
+        self._counters.add(Metric.DEMOTED_CHUNKS, written, label=self._name)
+        self._counters.add(Metric.DEMOTED_BYTES, written * chunk_bytes, label=self._name)
+        for index, reason in done.failed.items():
+            self._note_refused([writing.keys[index]], reason)
+        crowded = [i for i, reason in done.failed.items() if reason is FailureReason.CROWDED]
+        if written:
+            self._retries.crowding.end()
+        else:  # what was written counts once it is published
+            is_trial = writing.ticket >= self._trial_ticket
+            self._health.note_refused(worst_reason(done.failed.values()), is_trial=is_trial)
+        if crowded:
+            if self._retries.crowding.make_way(len(crowded), chunk_bytes):
+                self._failed.retry([writing.keys[i] for i in crowded])
+        elif not done.failed:
+            self._failed.on_written()
+        return True
+
+    def _finish_commit(self, committed: Committed) -> None:
+        writing = self._queue.committing(committed.ticket)
+        if writing is None:  # it was cancelled
+            return
+        written = writing.written
+        if committed.reason is None:
+            self._secondary.on_recorded(written)
+            self._withdraw(self._failed.on_recorded(written, committed.ticket))
+            self._tell_of_recorded(written)
+            if written:
+                self._health.note_written()
+        else:
+            self._note_refused(written, committed.reason)
+            is_trial = writing.ticket >= self._trial_ticket
+            self._health.note_refused(committed.reason, is_trial=is_trial)
+        self._queue.end(writing)
+
+    def _withdraw(self, keys: Collection[OffloadKey]) -> None:
+        if keys:
+            self._admission.on_withdrawn(keys)
+
+    def _tell_of_recorded(self, keys: Sequence[OffloadKey]) -> None:
+        if self._movements is not None:
+            # Another process may have recorded some of them before, and evicted them since.
+            places = self._secondary.locate(keys)
+            found = [key for key, place in zip(keys, places, strict=True) if place is not None]
+            self._movements.recorded(self._name, found)
+
+    def _note_refused(self, keys: Sequence[OffloadKey], reason: FailureReason) -> None:
+        """Remember chunks that were not written; each counts once, however often it is tried."""
+        self._drop(self._failed.note_refused(keys, reason.value), reason.value)
+
+    def _retry_failed(self) -> None:
+        """Ask again for chunks in memory whose demote failed, as far as the queue has room."""
+        if not self._failed.is_retrying:
+            return
+        chunk_bytes_max = max(group.chunk_bytes for group in self._groups)
+        room = self._queue.room_bytes // chunk_bytes_max
+        keys = self._retries.take(room, is_releasing=self._releases.is_under_way)
+        if keys is None:
+            return
+        slots = self._primary.locate(keys)
+        self.request_groups([k for k, slot in zip(keys, slots, strict=True) if slot is not None])
+        self.retried_ticket = self._queue.newest_ticket
+
+    def _drop(self, count: int, reason: str) -> None:
+        self._counters.add(Metric.DROPPED_DEMOTES, count, label=reason)

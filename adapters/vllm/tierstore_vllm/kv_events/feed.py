@@ -12,7 +12,7 @@ from tierstore.bounded_log import bounded
 from tierstore.key import Namespace
 from tierstore.layout import GroupSpec
 from tierstore.planner import EngineStep
-from tierstore.tier.residency import ResidencyLog
+from tierstore.tier.movements import MovementLog
 from tierstore_vllm.kv_events.engine_words import EventGroup
 from tierstore_vllm.kv_events.source import EventSource, TokenSpan
 
@@ -28,7 +28,7 @@ _logger = bounded(logging.getLogger(__name__))
 class EventFeed:
     """Feeds the source of events, if there is one. One thread; costs nothing without a source."""
 
-    def __init__(self, source: EventSource | None, log: ResidencyLog | None) -> None:
+    def __init__(self, source: EventSource | None, log: MovementLog | None) -> None:
         """`log` is what the source reads, and is stopped with it."""
         self._source = source
         self._log = log
@@ -38,7 +38,7 @@ class EventFeed:
     @classmethod
     def of(
         cls,
-        log: ResidencyLog | None,
+        log: MovementLog | None,
         groups: Sequence[GroupSpec],
         namespace: Namespace,
         *,

@@ -18,7 +18,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from tierstore.key import Namespace, OffloadKey, get_offload_block_hash, get_offload_group_idx
 from tierstore.layout import GroupSpec
-from tierstore.tier.residency import ResidencyChange, ResidencyLog
+from tierstore.tier.movements import Movement, MovementLog
 from tierstore_vllm.kv_events.content import ChunkContent, ContentReader
 from tierstore_vllm.kv_events.engine_words import EventGroup, optional_name
 from tierstore_vllm.kv_events.told_blocks import ToldBlocks
@@ -48,7 +48,7 @@ class EventSource:
 
     def __init__(
         self,
-        log: ResidencyLog,
+        log: MovementLog,
         groups: Sequence[GroupSpec],
         namespace: Namespace,
         *,
@@ -126,7 +126,7 @@ class EventSource:
         events, self._events = self._events, []
         return events
 
-    def _translate(self, change: ResidencyChange) -> Iterable[KVCacheEvent]:
+    def _translate(self, change: Movement) -> Iterable[KVCacheEvent]:
         if change.is_there:
             return self._stored(change)
         by_group: dict[int, list[bytes]] = {}
@@ -142,7 +142,7 @@ class EventSource:
             for group_idx, hashes in by_group.items()
         ]
 
-    def _stored(self, change: ResidencyChange) -> list[KVCacheEvent]:
+    def _stored(self, change: Movement) -> list[KVCacheEvent]:
         runs: list[list[ChunkContent]] = []
         for key, content in zip(change.keys, change.descriptions, strict=True):
             if not isinstance(content, ChunkContent):
@@ -155,7 +155,7 @@ class EventSource:
                 runs.append([content])
         return [self._stored_run(change, run) for run in runs]
 
-    def _stored_run(self, change: ResidencyChange, run: Sequence[ChunkContent]) -> BlockStored:
+    def _stored_run(self, change: Movement, run: Sequence[ChunkContent]) -> BlockStored:
         head = run[0]
         token_ids: array[int] = array("i")
         for content in run:
@@ -180,7 +180,7 @@ class EventSource:
             **_owner(change, _STORED_FIELDS),
         )
 
-    def _went(self, change: ResidencyChange) -> Iterable[tuple[OffloadKey, Sequence[bytes]]]:
+    def _went(self, change: Movement) -> Iterable[tuple[OffloadKey, Sequence[bytes]]]:
         """Yield the chunks that a listener may know, with the hashes of their blocks."""
         if change.tier_name is None:
             for key, content in zip(change.keys, change.descriptions, strict=True):
@@ -196,11 +196,11 @@ class EventSource:
         return self._own_hash(get_offload_block_hash(key))
 
 
-def _medium(change: ResidencyChange) -> str:
+def _medium(change: Movement) -> str:
     return MEDIUM_CPU if change.tier_name is None else _MEDIUM_DISK
 
 
-def _owner(change: ResidencyChange, fields: frozenset[str]) -> dict[str, str]:
+def _owner(change: Movement, fields: frozenset[str]) -> dict[str, str]:
     """Name the tier: with several, a chunk that one has lost may be in another."""
     if change.tier_name is None or "ownership" not in fields:
         return {}

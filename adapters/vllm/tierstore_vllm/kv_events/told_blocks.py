@@ -16,7 +16,7 @@ Of older ones only the last block's is known, which is in their key: the event n
 
 
 class _Place(NamedTuple):
-    """A block somewhere; `tier_name` as in `ResidencyChange`."""
+    """A block somewhere; `tier_name` as in `Movement`."""
 
     tier_name: str | None
     group_idx: int

@@ -26,8 +26,8 @@ from tierstore.manifest import Manifest
 from tierstore.metrics import Counters
 from tierstore.planner import NOTHING_PLANNED, EngineStep, OffloadPlanner, PlannedStep
 from tierstore.tier.disk.lookup import STEP_SECONDS_MAX
+from tierstore.tier.movements import MovementLog
 from tierstore.tier.opening import open_stack
-from tierstore.tier.residency import ResidencyLog
 from tierstore.tier.stack import TierStack
 from tierstore_vllm.kv_events.engine_words import EventGroup
 from tierstore_vllm.kv_events.feed import EventFeed
@@ -67,10 +67,10 @@ class SchedulerHalf:
         counters: Counters,
         *,
         config: OffloadConfig,
-        residency: ResidencyLog | None = None,
+        movements: MovementLog | None = None,
         event_groups: Sequence[EventGroup] = (),
     ) -> None:
-        """Take over open tiers; `close` closes them. `residency` is what the stack writes to."""
+        """Take over open tiers; `close` closes them. `movements` is what the stack writes to."""
         self._stack = stack
         self._manifest = manifest
         self._config = config
@@ -79,7 +79,7 @@ class SchedulerHalf:
         self._groups = manifest.group_specs()
         self._adapters = AdapterRequests(shape.rank_count)
         self._events = EventFeed.of(
-            residency,
+            movements,
             self._groups,
             manifest.namespace,
             hash_tokens=shape.hash_block_tokens,
@@ -122,13 +122,13 @@ class SchedulerHalf:
             CatalogError, ManifestError: a secondary tier cannot be opened.
         """
         counters = Counters()
-        residency = None if event_groups is None else ResidencyLog()
+        movements = None if event_groups is None else MovementLog()
         stack = open_stack(
             config,
             manifest,
             rank_count=shape.rank_count,
             counters=counters,
-            residency=residency,
+            movements=movements,
             lookup_seconds_max=STEP_SECONDS_MAX,
         )
         return cls(
@@ -137,7 +137,7 @@ class SchedulerHalf:
             shape,
             counters,
             config=config.offload,
-            residency=residency,
+            movements=movements,
             event_groups=event_groups or (),
         )
 

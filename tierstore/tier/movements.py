@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 from tierstore.key import OffloadKey
 
-__all__ = ["ResidencyChange", "ResidencyLog"]
+__all__ = ["Movement", "MovementLog"]
 
 
 @dataclass(frozen=True, slots=True)
-class ResidencyChange:
+class Movement:
     """Chunks that came or went together."""
 
     keys: tuple[OffloadKey, ...]
@@ -32,14 +32,14 @@ class ResidencyChange:
     """What is known of each chunk, None where nothing is; empty for records that went."""
 
 
-class ResidencyLog:
+class MovementLog:
     """Changes in the order in which they happened. One thread.
 
     Kept until `take` is called, so only who takes them at every step should ask for a log.
     """
 
     def __init__(self) -> None:
-        self._changes: list[ResidencyChange] = []
+        self._changes: list[Movement] = []
         self._undescribed: dict[OffloadKey, None] = {}
         self._descriptions: dict[OffloadKey, object] = {}
         self._is_stopped = False
@@ -82,7 +82,7 @@ class ResidencyLog:
         if keys:
             forget = self._descriptions.pop
             known = tuple(forget(key, None) for key in keys)
-            self._note(ResidencyChange(tuple(keys), is_there=False, descriptions=known))
+            self._note(Movement(tuple(keys), is_there=False, descriptions=known))
 
     def recorded(self, tier_name: str, keys: Sequence[OffloadKey]) -> None:
         """Note resident chunks that a secondary tier has, too, from now on."""
@@ -92,19 +92,17 @@ class ResidencyLog:
     def erased(self, tier_name: str, keys: Sequence[OffloadKey]) -> None:
         """Note records that a secondary tier has lost, of whatever namespace."""
         if keys:
-            self._note(ResidencyChange(tuple(keys), is_there=False, tier_name=tier_name))
+            self._note(Movement(tuple(keys), is_there=False, tier_name=tier_name))
 
-    def take(self) -> list[ResidencyChange]:
+    def take(self) -> list[Movement]:
         """Return the changes since the last call."""
         changes, self._changes = self._changes, []
         return changes
 
     def _came(self, keys: Sequence[OffloadKey], tier_name: str | None) -> None:
         known = tuple(map(self._descriptions.get, keys))
-        self._note(
-            ResidencyChange(tuple(keys), is_there=True, tier_name=tier_name, descriptions=known)
-        )
+        self._note(Movement(tuple(keys), is_there=True, tier_name=tier_name, descriptions=known))
 
-    def _note(self, change: ResidencyChange) -> None:
+    def _note(self, change: Movement) -> None:
         if not self._is_stopped:
             self._changes.append(change)

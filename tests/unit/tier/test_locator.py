@@ -1,0 +1,97 @@
+import pytest
+from tier_fakes import FakeRecords, keep, keys, memory
+
+from tierstore.tier.disk.lookup import ASKED_AT_ONCE_MAX
+from tierstore.tier.locator import Locator
+from tierstore.tier.reservation import ChunkState
+
+ABSENT, ARRIVING = ChunkState.ABSENT, ChunkState.ARRIVING
+RECORDED, RESIDENT = ChunkState.RECORDED, ChunkState.RESIDENT
+
+
+class Tiers:
+    """Memory with chunks 1 and 2, chunk 3 on its way; 4 and 5 on the first disk, 5 and 6 below."""
+
+    def __init__(self):
+        self.primary = memory(8)
+        keep(self.primary, 1, 2)
+        self.primary.reserve(0, keys(3))
+        self.upper, self.lower = FakeRecords(4, 5), FakeRecords(5, 6)
+        self.stale = set()
+        self.locator = Locator(self.primary, [self.upper, self.lower], self.stale)
+
+
+@pytest.fixture
+def tiers():
+    return Tiers()
+
+
+def test_each_chunk_is_where_the_first_tier_has_it(tiers):
+    states = tiers.locator.locate(keys(1, 2, 3, 4, 5, 6, 7))
+    assert states == [RESIDENT, RESIDENT, ARRIVING, RECORDED, RECORDED, RECORDED, ABSENT]
+    assert tiers.upper.asked == [keys(4, 5, 6, 7)]
+    assert tiers.lower.asked == [keys(6, 7)], "only what the upper one has not"
+
+
+def test_no_tier_is_asked_for_what_is_in_memory(tiers):
+    assert tiers.locator.locate(keys(1, 3)) == [RESIDENT, ARRIVING]
+    assert tiers.upper.asked == tiers.lower.asked == []
+
+
+def test_a_stale_chunk_has_no_slot_and_is_busy(tiers):
+    tiers.stale.update(keys(1))
+    assert tiers.locator.locate(keys(1, 2)) == [ARRIVING, RESIDENT]
+    assert tiers.locator.slots(keys(1)) == [None]
+    assert tiers.locator.resident(keys(1, 2)) == keys(2)
+    assert tiers.locator.busy(keys(1, 2, 3, 4)) == keys(1, 3)
+    assert tiers.locator.is_any_busy(keys(1))
+    assert not tiers.locator.is_any_busy(keys(2, 4))
+
+
+def test_new_chunks_are_named_by_their_first_place_and_not_if_a_transfer_holds_them(tiers):
+    asked = keys(7, 1, 3, 7, 4)
+    assert tiers.locator.indices_of_new(asked) == {asked[0]: 0, asked[4]: 4}
+    tiers.stale.update(keys(7))
+    assert tiers.locator.indices_of_new(asked) == {asked[4]: 4}
+
+
+def test_a_chunk_that_is_still_looked_up_is_arriving_and_no_lower_tier_is_asked_for_it(tiers):
+    tiers.upper.arriving = keys(6)
+    assert tiers.locator.locate_in_step(keys(4, 6, 7)) == [RECORDED, ARRIVING, ABSENT]
+    assert tiers.lower.asked == [keys(7)]
+
+
+def test_a_prefix_in_memory_asks_no_tier(tiers):
+    assert tiers.locator.locate_run(keys(1, 2)) == [RESIDENT, RESIDENT]
+    assert tiers.locator.match_prefix(keys(1, 2)) == 2
+    assert tiers.upper.asked == []
+
+
+def test_a_run_that_ends_at_its_first_missing_chunk_asks_for_that_one_alone(tiers):
+    assert tiers.locator.locate_run(keys(1, 2, 7, 4, 5)) == [RESIDENT, RESIDENT, ABSENT]
+    assert tiers.upper.asked == tiers.lower.asked == [keys(7)]
+
+
+def test_a_run_that_ends_among_its_first_chunks_does_not_ask_for_the_rest(tiers):
+    numbers = range(1000, 1000 + 2 * ASKED_AT_ONCE_MAX)
+    states = tiers.locator.locate_run(keys(4, *numbers))
+    assert states[:2] == [RECORDED, ABSENT]
+    asked = [key for wanted in tiers.upper.asked for key in wanted]
+    assert len(asked) <= 1 + ASKED_AT_ONCE_MAX
+
+
+def test_a_prefix_reaches_to_the_first_chunk_that_cannot_be_loaded_now(tiers):
+    assert tiers.locator.match_prefix(keys(1, 4, 6, 7, 5)) == 3
+    assert tiers.locator.match_prefix(keys(1, 3, 4)) == 1, "what is arriving cannot be loaded yet"
+    assert tiers.locator.match_prefix(keys(1, 4, 6)) == 3
+
+
+def test_all_tiers_look_ahead_since_the_first_may_hang(tiers):
+    assert len(tiers.locator.look_ahead(keys(1, 3, 5, 7))) == 2
+    assert tiers.upper.ahead == tiers.lower.ahead == [keys(5, 7)]
+
+
+def test_only_tiers_below_the_one_that_failed_look_ahead(tiers):
+    assert len(tiers.locator.look_ahead(keys(5), dict.fromkeys(keys(5), 0))) == 1
+    assert tiers.upper.ahead == []
+    assert tiers.lower.ahead == [keys(5)]

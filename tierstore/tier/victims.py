@@ -1,0 +1,69 @@
+"""Recording the next victims of the primary tier before their slots are needed."""
+
+from collections.abc import Sequence
+
+from tierstore.key import OffloadKey
+from tierstore.tier.cascade import Cascade
+from tierstore.tier.locator import Locator
+from tierstore.tier.memory.primary import PrimaryTier
+from tierstore.tier.stale import StaleChunks
+
+__all__ = ["Victims"]
+
+_AHEAD = 2
+"""The victims of the next reservations are recorded, by this many times the size of the last one.
+Recording at eviction lost: a reservation would wait for a write."""
+
+
+class Victims:
+    """Asks the tiers whose admission takes victims (`on_evict`) for those that leave next."""
+
+    def __init__(
+        self,
+        primary: PrimaryTier,
+        cascades: Sequence[Cascade],
+        locator: Locator,
+        stale: StaleChunks,
+    ) -> None:
+        """Share the tiers; stale chunks are never recorded."""
+        self._primary = primary
+        self._cascades = cascades
+        self._locator = locator
+        self._stale = stale.keys
+        self._is_wanted = any(cascade.records_victims for cascade in cascades)
+
+    def demote_for(self, tier_idx: int, group_idx: int, count: int) -> int:
+        """Ask a tier for the chunks that `count` new ones would evict.
+
+        Returns how many of them are not recorded yet: 0 means that they can go without loss. Looks
+        past what other tiers or loads have pinned now: what a tier that hangs has pinned stays in
+        memory, and others go in its place.
+        """
+        cascade = self._cascades[tier_idx]
+        shortage = count - self._primary.free_count(group_idx)
+        if shortage <= 0 or not cascade.records_victims:
+            return 0
+        victims = self._primary.victims(shortage, cascade.demotes.in_flight)
+        return cascade.record_victims([key for key in victims if key not in self._stale])
+
+    def demote_ahead(self, group_idx: int, count: int) -> None:
+        """Ask every tier for the victims of the next reservations, by the size of the last one."""
+        if count and self._is_wanted:
+            shortage = _AHEAD * count - self._primary.free_count(group_idx)
+            self.demote_coldest(max(0, shortage))
+
+    def demote_coldest(self, count: int) -> int:
+        """Ask every tier for the `count` coldest chunks; return how many are not recorded yet."""
+        if not count or not self._is_wanted:
+            return 0
+        coldest = self._primary.coldest(count)
+        if self._stale:
+            coldest = [key for key in coldest if key not in self._stale]
+        return sum(cascade.record_victims(coldest) for cascade in self._cascades)
+
+    def demote_resident(self, tier_idx: int, keys: Sequence[OffloadKey]) -> int:
+        """Ask a tier for those of some chunks that are in memory.
+
+        Returns how many of them are not recorded yet.
+        """
+        return self._cascades[tier_idx].record_victims(self._locator.resident(keys))
