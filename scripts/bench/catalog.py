@@ -6,13 +6,13 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
-from tierstore.catalog.messages import Committed, Placed, Refused
 from tierstore.config import SecondaryConfig
 from tierstore.key import OffloadKey, make_offload_keys
 from tierstore.layout import PAGE_BYTES
 from tierstore.manifest import Manifest
 from tierstore.tier.disk.secondary import SecondaryTier
 from tierstore.tier.opening import open_tiers
+from tierstore.tier_events import Committed, Placed, Refused
 
 __all__ = ["measure_catalog"]
 

@@ -11,10 +11,10 @@ import sys
 import numpy as np
 from store_kit import Chunks
 
-from tierstore.catalog.messages import Freed, Placed
 from tierstore.config import load_config
 from tierstore.tier.disk.secondary import SecondaryTier
 from tierstore.tier.opening import open_tiers
+from tierstore.tier_events import Freed, Placed
 from tierstore.transfer import Demote, JobId
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import lmdb
 
-from tierstore.catalog.messages import Committed, Evicted, Freed, Placed
 from tierstore.config import SecondaryConfig
 from tierstore.errors import BackendFullError
 from tierstore.key import make_offload_keys
@@ -22,6 +21,7 @@ from tierstore.testing.spread import spread_hashes
 from tierstore.tier.disk.secondary import SecondaryTier
 from tierstore.tier.opening import open_tiers
 from tierstore.tier.reservation import ChunkState
+from tierstore.tier_events import Committed, Evicted, Freed, Placed
 
 MIB = 1 << 20
 CHUNK = 64 << 10

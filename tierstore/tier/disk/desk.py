@@ -13,15 +13,12 @@ from typing import TYPE_CHECKING, TypeAlias
 from tierstore.bounded_log import bounded
 from tierstore.catalog.messages import (
     BeginEpoch,
-    Committed,
     CommitTicket,
     Evict,
     ForgetNamespace,
     Leave,
     Operation,
-    Refused,
     RequestPlaces,
-    SecondaryEvent,
 )
 from tierstore.errors import BackendError, CatalogError, ClosedError
 from tierstore.tier.disk.keeper import (
@@ -32,6 +29,7 @@ from tierstore.tier.disk.keeper import (
     OpenCatalog,
 )
 from tierstore.tier.disk.reads import CatalogReads
+from tierstore.tier_events import Committed, Refused, SecondaryEvent
 from tierstore.transfer import FailureReason
 
 if TYPE_CHECKING:

@@ -11,12 +11,11 @@ from contextlib import suppress
 
 from tierstore.backend.protocol import LostFinder
 from tierstore.bounded_log import bounded
-from tierstore.catalog.catalog import Catalog, SecondaryStats
+from tierstore.catalog.catalog import Catalog
 from tierstore.catalog.messages import (
     BeginEpoch,
     CommitTicket,
     Evict,
-    Evicted,
     ForgetNamespace,
     Leave,
     LosePayload,
@@ -24,7 +23,6 @@ from tierstore.catalog.messages import (
     ReleaseDone,
     RemoveKeys,
     RequestPlaces,
-    SecondaryEvent,
     SweepGarbage,
     TouchKeys,
     take_all,
@@ -46,6 +44,7 @@ from tierstore.tier.disk.pins import Pins
 from tierstore.tier.disk.reads import CatalogReads
 from tierstore.tier.disk.touches import Touches
 from tierstore.tier.reservation import ChunkState
+from tierstore.tier_events import Evicted, SecondaryEvent, SecondaryStats
 from tierstore.transfer import Place
 
 __all__ = ["SecondaryTier"]

@@ -15,7 +15,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from tierstore.catalog.messages import Committed, Evicted, Placed, Refused
 from tierstore.config import SecondaryConfig
 from tierstore.key import OffloadKey, get_offload_group_idx
 from tierstore.layout import GroupSpec
@@ -28,6 +27,7 @@ from tierstore.tier.write_behind.crowding import Crowding
 from tierstore.tier.write_behind.demotes import Demotes, WritingDemote
 from tierstore.tier.write_behind.failed_demotes import FailedDemotes
 from tierstore.tier.write_behind.releases import Releases
+from tierstore.tier_events import Committed, Evicted, Placed, Refused
 from tierstore.transfer import Command, Demote, FailureReason, JobId, TransferDone
 
 __all__ = ["Cascade"]
