@@ -19,13 +19,13 @@ or read-only are as good as ever. A device on which writes stand still stops bot
 
 import logging
 from collections.abc import Collection
-from typing import Protocol, runtime_checkable
 
 from tierstore.bounded_log import bounded
 from tierstore.clock import Clock
 from tierstore.config import IoConfig
 from tierstore.metrics import Counters, Metric
 from tierstore.tier.breaker import Breaker, BreakerState
+from tierstore.tier.secondary import SecondaryTier
 from tierstore.transfer import FailureReason
 
 __all__ = ["STANDSTILL_DEADLINES", "TRIAL_CHUNKS", "TierHealth", "worst_reason"]
@@ -51,31 +51,14 @@ _ANSWERED = (FailureReason.ABSENT, FailureReason.CORRUPT)
 """What is wrong with the record and not with its device, which has answered."""
 
 
-@runtime_checkable
-class _Openable(Protocol):
-    """A tier whose catalog may be out of reach."""
-
-    @property
-    def is_open(self) -> bool: ...
-
-
-@runtime_checkable
-class _Stickable(Protocol):
-    """A tier whose catalog may not answer."""
-
-    @property
-    def is_stuck(self) -> bool: ...
-
-
 class TierHealth:
     """What is known of one tier's device. One thread."""
 
     def __init__(
-        self, tier: object, name: str, config: IoConfig, clock: Clock, counters: Counters
+        self, tier: SecondaryTier, name: str, config: IoConfig, clock: Clock, counters: Counters
     ) -> None:
-        """Begin with a sound tier; `tier` may say of itself `is_open` and `is_stuck`."""
-        self._openable = tier if isinstance(tier, _Openable) else None
-        self._stickable = tier if isinstance(tier, _Stickable) else None
+        """Begin with a sound tier, which says of itself whether `is_open` and `is_stuck`."""
+        self._tier = tier
         self._name = name
         self._clock = clock
         self._reads = Breaker(config.breaker, clock)
@@ -102,8 +85,8 @@ class TierHealth:
 
     @property
     def is_open(self) -> bool:
-        """Whether the tier's catalog is within reach."""
-        return self._openable is None or self._openable.is_open
+        """Whether the tier is in reach."""
+        return self._tier.is_open
 
     @property
     def is_readable(self) -> bool:
@@ -124,7 +107,7 @@ class TierHealth:
 
     def read_count_max(self) -> int:
         """Return how many chunks may be asked for now."""
-        if self._stickable is not None and self._stickable.is_stuck:
+        if self._tier.is_stuck:
             self._trip_both(FailureReason.STALLED)
         if self.is_readable:
             return _UNLIMITED

@@ -10,11 +10,11 @@ from tierstore.clock import Clock
 from tierstore.key import OffloadKey
 from tierstore.layout import GroupSpec
 from tierstore.metrics import Counters, Metric
-from tierstore.tier.disk.secondary import SecondaryTier
 from tierstore.tier.memory.primary import PrimaryTier
 from tierstore.tier.readable import ReadableRecords
 from tierstore.tier.reservation import NONE_TRIED, LoadReservation, untried
 from tierstore.tier.residency import ResidencyLog
+from tierstore.tier.secondary import SecondaryTier
 from tierstore.tier.write_behind.cascade import Cascade
 from tierstore.transfer import FailureReason, JobId, Place, Promote, TransferDone
 
@@ -109,7 +109,7 @@ class Promotions:
         """Take note of promotes that have their slots: they are read from now on."""
         self._begun[job_id] = self._clock.seconds()
         for promote in promotes:
-            self._secondaries[promote.tier_idx].pins.pin(promote.keys)
+            self._secondaries[promote.tier_idx].pin(promote.keys)
             self._records[promote.tier_idx].health.begin_read()
 
     def finish(self, reservation: LoadReservation, done: TransferDone) -> None:
@@ -237,7 +237,7 @@ class Promotions:
                 lost[key] = reason
         self._primary.give_back([slots[key] for key in lost])
         self._primary.reattach(arrived[::-1], [slots[key] for key in arrived[::-1]])
-        self._secondaries[promote.tier_idx].pins.unpin(tuple(lost))
+        self._secondaries[promote.tier_idx].unpin(tuple(lost))
         self._blame(records, {k: why for k, why in lost.items() if k not in part.unwanted})
         self._settle(promote, arrived, ())
 
@@ -258,11 +258,11 @@ class Promotions:
         secondary = self._secondaries[promote.tier_idx]
         if lost:
             self._primary.abort(lost)
-            secondary.pins.unpin(lost)
+            secondary.unpin(lost)
             self._tell_of_lost(lost)
         if not arrived:
             return
-        secondary.pins.unpin(arrived)
+        secondary.unpin(arrived)
         self._records[promote.tier_idx].succeed(arrived)
         self.commit(promote.group_idx, arrived, source_idx=promote.tier_idx)
         secondary.touch(arrived[::-1])

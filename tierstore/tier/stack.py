@@ -20,13 +20,13 @@ from tierstore.key import OffloadKey, get_offload_group_idx
 from tierstore.layout import GroupSpec
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters, Metric
-from tierstore.tier.disk.secondary import SecondaryTier
 from tierstore.tier.locator import Locator
 from tierstore.tier.memory.primary import PrimaryTier
 from tierstore.tier.promotion import Promotions
 from tierstore.tier.readable import ReadableRecords
 from tierstore.tier.reservation import NONE_TRIED, ChunkState, LoadReservation, OffloadReservation
 from tierstore.tier.residency import ResidencyLog
+from tierstore.tier.secondary import SecondaryTier
 from tierstore.tier.write_behind.cascade import Cascade
 from tierstore.transfer import Command, IntArray, JobId, Promote, TransferDone
 

@@ -36,9 +36,9 @@ from tierstore.planner import (
     OffloadPlanner,
     PlannedStep,
 )
-from tierstore.tier.disk.lookup import STEP_SECONDS_MAX
 from tierstore.tier.opening import open_stack
 from tierstore.tier.residency import ResidencyLog
+from tierstore.tier.secondary import STEP_SECONDS_MAX
 from tierstore.tier.stack import TierStack
 from tierstore_vllm.kv_events.feed import EventFeed
 from tierstore_vllm.kv_events.publisher import EventGroup, EventSource

@@ -19,10 +19,10 @@ from tierstore.config import SecondaryConfig
 from tierstore.key import OffloadKey, get_offload_group_idx
 from tierstore.layout import GroupSpec
 from tierstore.metrics import Counters, Metric
-from tierstore.tier.disk.secondary import SecondaryTier
 from tierstore.tier.health import TRIAL_CHUNKS, TierHealth, worst_reason
 from tierstore.tier.memory.primary import PrimaryTier
 from tierstore.tier.residency import ResidencyLog
+from tierstore.tier.secondary import SecondaryTier
 from tierstore.tier.write_behind.crowding import Crowding
 from tierstore.tier.write_behind.demotes import Demotes, WritingDemote
 from tierstore.tier.write_behind.failed_demotes import FailedDemotes
@@ -454,7 +454,6 @@ class Cascade:
             return
         written = writing.written
         if committed.reason is None:
-            self._secondary.on_recorded(written)
             self._settled -= self._failures.on_recorded(written, committed.ticket)
             self._tell_of_recorded(written)
             if written:

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from tierstore.tier.disk.secondary import SecondaryTier
 from tierstore.tier.health import TierHealth
+from tierstore.tier.secondary import SecondaryTier
 from tierstore.tier_events import Freed
 from tierstore.transfer import JobId, Release, TransferDone
 
