@@ -249,7 +249,7 @@ class Cascade:
         if self.health.allows_write_trial or (self.health.is_write_failing and not self._demotes):
             self._failures.begin_trial(TRIAL_CHUNKS)
         elif self.health.has_stalled and not self._demotes and self.health.is_writable:
-            self.health.has_stalled = False
+            self.health.forget_stall()
             self._failures.retry_unasked()
         self._retry_failed()
         self.health.look(
