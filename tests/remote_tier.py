@@ -18,7 +18,7 @@ from tierstore.tier.reservation import ChunkState
 from tierstore.tier_events import Committed, Placed, Refused, SecondaryStats
 from tierstore.transfer import FailureReason, Place
 
-__all__ = ["RemoteBackend", "RemoteStore", "RemoteTier"]
+__all__ = ["RemoteBackend", "RemoteOpener", "RemoteStore", "RemoteTier"]
 
 HOLD_SECONDS_MAX = 300
 LOCATE_SECONDS = 0.2
@@ -36,6 +36,8 @@ class RemoteStore:
         self.published = OrderedDict()
         """Payload bytes by place, the oldest use first."""
         self.evicted_count = 0
+        self.backends = []
+        """Open ones, of any rank."""
         self.may_answer = threading.Event()
         self.may_answer.set()
 
@@ -282,11 +284,30 @@ class RemoteTier:
         return []
 
 
-class RemoteBackend:
-    """The data half. See `Backend`."""
+class RemoteOpener:
+    """Opens the data half of a tier, which registers the pool. See `PoolOpener`."""
 
     def __init__(self, store):
         self.store = store
+
+    def __call__(self, config, manifest, *, rank, rank_count):
+        raise AssertionError("a remote store moves no bytes from memory that is not registered")
+
+    def for_pool(self, pool):
+        def open_backend(config, manifest, *, rank, rank_count):
+            backend = RemoteBackend(self.store, pool)
+            self.store.backends.append(backend)
+            return backend
+
+        return open_backend
+
+
+class RemoteBackend:
+    """The data half. See `Backend`."""
+
+    def __init__(self, store, pool):
+        self.store = store
+        self.pool = pool
 
     def open(self):
         pass

@@ -1,8 +1,9 @@
 """The one place that knows which backend a configuration means."""
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from tierstore.backend.file import FileBackend
 from tierstore.backend.inventory import rank_directories
@@ -20,7 +21,15 @@ from tierstore.faults import SystemOpener, open_system
 from tierstore.geometry import SpaceGeometry
 from tierstore.manifest import Manifest
 
-__all__ = ["BackendOpener", "backend_opener", "leftover_directories", "open_backend"]
+__all__ = [
+    "BackendOpener",
+    "PoolOpener",
+    "PoolRegion",
+    "backend_opener",
+    "leftover_directories",
+    "open_backend",
+    "opener_for",
+]
 
 
 class BackendOpener(Protocol):
@@ -30,6 +39,31 @@ class BackendOpener(Protocol):
         self, config: SecondaryConfig, manifest: Manifest, *, rank: int, rank_count: int
     ) -> Backend:
         """Open the payload store of one rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolRegion:
+    """The memory of a rank's slots: what a network card has to be told for RDMA."""
+
+    address: int
+    """Virtual, a multiple of the page size."""
+    size_bytes: int
+
+
+@runtime_checkable
+class PoolOpener(BackendOpener, Protocol):
+    """An opener whose backends register the pool before they move bytes to or from it."""
+
+    def for_pool(self, pool: PoolRegion) -> BackendOpener:
+        """Return what opens backends for this pool.
+
+        The memory stays where it is until every one of them is closed.
+        """
+
+
+def opener_for(pool: PoolRegion, opener: BackendOpener) -> BackendOpener:
+    """Tell an opener of the pool, if it wants to know it; return what opens the backends."""
+    return opener.for_pool(pool) if isinstance(opener, PoolOpener) else opener
 
 
 def open_backend(

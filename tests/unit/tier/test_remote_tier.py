@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from opened_stack import ABSENT, ARRIVING, MANIFEST, RECORDED, RESIDENT, keys
-from remote_tier import RemoteBackend, RemoteStore, RemoteTier
+from remote_tier import RemoteOpener, RemoteStore, RemoteTier
 from waiting import within_seconds
 
 from tierstore import load_config
@@ -52,7 +52,7 @@ class Engine:
             rank_count=1,
             caches=None,
             counters=self.counters,
-            open_backend=lambda config, manifest, **_: RemoteBackend(self.store),
+            open_backend=RemoteOpener(self.store),
         )
         self.loop = PlaneLoop(self.stack, self.executor, MonotonicClock())
 
@@ -166,3 +166,11 @@ def test_more_than_the_store_holds_is_evicted_by_the_store(engine):
     assert states[-1] is RESIDENT
     assert engine.load(*numbers[-SLOT_COUNT:]) == list(numbers[-SLOT_COUNT:])
     assert len(engine.store.published) == engine.store.capacity_count
+
+
+def test_whoever_opens_the_data_plane_is_told_where_the_slots_lie(engine):
+    (backend,) = engine.store.backends
+    pool = engine.executor.pool
+    assert (backend.pool.address, backend.pool.size_bytes) == (pool.address, pool.size_bytes)
+    assert pool.size_bytes == SLOT_COUNT * PAGE_BYTES
+    assert backend.pool.address == pool.array.ctypes.data
