@@ -9,7 +9,7 @@ from functools import partial
 from typing import Self
 
 from tierstore.backend.failure import take_cause
-from tierstore.backend.opening import BackendOpener, PoolRegion, open_backend, opener_for
+from tierstore.backend.opening import BackendOpener, PoolRegion, open_backend
 from tierstore.backend.protocol import Backend
 from tierstore.bounded_log import Causes, bounded
 from tierstore.clock import Clock, MonotonicClock
@@ -140,15 +140,14 @@ class TransferExecutor:
                 )
                 undo.callback(engine.close)
                 engine.register(caches, manifest.blocks_per_chunk, pool.address, pool.size_bytes)
-            opener = opener_for(PoolRegion(pool.address, pool.size_bytes), open_backend)
             for tier in config.secondary:
                 opened = TierIo(
                     tier,
                     manifest,
-                    opener,
+                    open_backend,
                     rank=rank,
                     rank_count=rank_count,
-                    pool_bytes=pool.size_bytes,
+                    pool=PoolRegion(pool.address, pool.size_bytes),
                 )
                 undo.callback(opened.backend.close)
                 undo.callback(opened.pool.close, _CLOSE_SECONDS)

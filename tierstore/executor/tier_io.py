@@ -5,7 +5,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tierstore.backend.late import LateBackend
-from tierstore.backend.opening import BackendOpener
+from tierstore.backend.opening import BackendOpener, PoolRegion, opener_for
 from tierstore.catalog.owners import OwnerLocks
 from tierstore.codec.record import parse_places
 from tierstore.config import SecondaryConfig
@@ -36,9 +36,9 @@ class TierIo:
         *,
         rank: int,
         rank_count: int,
-        pool_bytes: int,
+        pool: PoolRegion,
     ) -> None:
-        """Start the threads and open the backend in one of them; slots are in `pool_bytes`.
+        """Start the threads and open the backend in one of them; slots are in `pool`.
 
         Its device is waited for a bounded time.
 
@@ -48,13 +48,13 @@ class TierIo:
         self.config = config
         late = LateBackend(
             config.name,
-            partial(opener, config, manifest, rank=rank, rank_count=rank_count),
+            partial(opener_for(pool, opener), config, manifest, rank=rank, rank_count=rank_count),
             config.path / f"rank{rank}",
             has_database=config.backend == "lmdb",
         )
         self.backend: Backend = late
         self.owners = OwnerLocks(config.path)
-        self.held_bytes_max = int(pool_bytes * config.io.breaker.hung_share)
+        self.held_bytes_max = int(pool.size_bytes * config.io.breaker.hung_share)
         """What reads may hold of the pool while they hang."""
         self.gate = ReadGate(self.held_bytes_max, config.io.threads)
         self.progress = TierProgress(config.io.threads, config.io.deadline_seconds, self.gate)

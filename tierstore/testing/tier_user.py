@@ -1,4 +1,4 @@
-"""Who uses a secondary tier in its conformance suite: asks as write-behind does, notes answers."""
+"""The user of a tier in its conformance suite: asks as write-behind does, and notes answers."""
 
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence

@@ -5,8 +5,8 @@
     poll                                   all answers, and what the tier did by itself
 
 The data half is a `backend.protocol.Backend`, which runs in other processes. The two halves meet in
-`Place`: the tier gives places, the backend reads and writes there, and whoever carries a place from
-one to the other never looks inside.
+`Place`: the tier gives places, the backend reads and writes there, and those who carry a place from
+one to the other never look inside.
 
 `tier.disk.tier.DiskTier` is the tier on this machine, with a catalog. The protocol demands none:
 
@@ -62,7 +62,7 @@ class SecondaryTier(Protocol):
     def begin(self) -> None:
         """Start threads and the first try to open the tier; returns at once.
 
-        Whoever called it calls `close`, also after an error.
+        The caller calls `close` in the end, also after an error.
         """
 
     def wait_open(self, seconds: float) -> None:
@@ -102,7 +102,7 @@ class SecondaryTier(Protocol):
 
     @property
     def owner(self) -> int:
-        """Who the places in `Placed` belong to: `Demote.owner`.
+        """The owner of the places in `Placed`: `Demote.owner`.
 
         A data plane writes nothing for an owner that it knows to be dead. 0: nobody else can be
         given the same places. Changes as `change_count` does.

@@ -1,4 +1,9 @@
-"""Resets that a catalog was told of: until it has done all of them, nothing is found in it."""
+"""Resets that a catalog was told of: until it has done all of them, nothing is found in it.
+
+A reset begins an epoch, a namespace that only this process finds. Going without the disk until the
+next start would cost a running engine its hits there; a digest of the weights would come too late,
+for a reset may precede their update.
+"""
 
 from collections.abc import Callable
 from contextlib import suppress

@@ -39,7 +39,7 @@ class ServedCatalog:
         self.change_count = 0
         """How often it was lost or opened."""
         self.owner = 0
-        """Who the places belong to; 0: there never was a catalog."""
+        """The owner of the places; 0: there never was a catalog."""
 
     def follow(self) -> None:
         """Turn to the catalog that is open now, and tell of it if it is another one."""

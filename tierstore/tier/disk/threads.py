@@ -68,7 +68,7 @@ class CatalogThreads:
         self._is_failing = False
 
     def begin(self) -> None:
-        """Start them; whoever called it calls `close`."""
+        """Start them; the caller calls `close` in the end."""
         self._mailbox.open()
         self.reads.open()
         self._keeper.open()
