@@ -42,7 +42,11 @@ JobId = NewType("JobId", int)
 IntArray = npt.NDArray[np.int64]
 
 Place = NewType("Place", bytes)
-"""Where a record lies in its tier: the 24 bytes of `record.PLACE_DTYPE`."""
+"""Where a record lies in its tier: opaque to all but the two halves of that tier.
+
+For a tier on this machine the 24 bytes of `record.PLACE_DTYPE`: only there the executor cuts its
+batches between extents.
+"""
 
 
 class FailureReason(Enum):

@@ -6,13 +6,13 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
-from tierstore.catalog.messages import Committed, Placed, Refused
 from tierstore.config import SecondaryConfig
 from tierstore.key import OffloadKey, make_offload_keys
 from tierstore.layout import PAGE_BYTES
 from tierstore.manifest import Manifest
-from tierstore.tier.disk.secondary import SecondaryTier
+from tierstore.tier.disk.tier import DiskTier
 from tierstore.tier.opening import open_tiers
+from tierstore.tier_events import Committed, Placed, Refused
 
 __all__ = ["measure_catalog"]
 
@@ -67,8 +67,8 @@ def measure_catalog(
     }
 
 
-def _open(config: SecondaryConfig) -> SecondaryTier:
-    return open_tiers([SecondaryTier(config, MANIFEST, tier_idx=0, rank_count=1)])[0]
+def _open(config: SecondaryConfig) -> DiskTier:
+    return open_tiers([DiskTier(config, MANIFEST, tier_idx=0, rank_count=1)])[0]
 
 
 def _new_keys(count: int) -> list[OffloadKey]:
@@ -93,7 +93,7 @@ def _fill(config: SecondaryConfig, record_count: int) -> list[OffloadKey]:
     return sample[:RUN_KEYS]
 
 
-def _is_committed(tier: SecondaryTier, ticket: int) -> bool:
+def _is_committed(tier: DiskTier, ticket: int) -> bool:
     for event in tier.poll():
         if isinstance(event, Placed):
             tier.commit(ticket)
@@ -116,7 +116,7 @@ def _open_ms(config: SecondaryConfig, keys: list[OffloadKey]) -> float:
     return elapsed * 1e3
 
 
-def _lookup_us(tier: SecondaryTier, keys: list[OffloadKey], size: int) -> float:
+def _lookup_us(tier: DiskTier, keys: list[OffloadKey], size: int) -> float:
     requests = [keys[first : first + size] for first in range(0, len(keys), size)]
     start = time.perf_counter()
     for request in requests:

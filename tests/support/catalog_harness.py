@@ -7,16 +7,7 @@ import numpy as np
 from fake_clock import FakeClock
 
 from tierstore.catalog.catalog import Catalog
-from tierstore.catalog.messages import (
-    Committed,
-    CommitTicket,
-    Evicted,
-    Freed,
-    Placed,
-    ReleaseDone,
-    RequestPlaces,
-    SweepGarbage,
-)
+from tierstore.catalog.messages import CommitTicket, ReleaseDone, RequestPlaces, SweepGarbage
 from tierstore.catalog.writer import CatalogWriter
 from tierstore.codec.record import PLACE_DTYPE
 from tierstore.config import SecondaryConfig
@@ -24,6 +15,7 @@ from tierstore.geometry import segment_overhead_pages
 from tierstore.key import make_offload_keys
 from tierstore.manifest import Manifest
 from tierstore.testing.spread import spread_hashes
+from tierstore.tier_events import Committed, Evicted, Freed, Placed
 
 MIB = 1 << 20
 

@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 from tierstore import Manifest, TierStore, make_offload_keys
 from tierstore.config import load_config
 from tierstore.testing.spread import spread_hashes
-from tierstore.tier.disk.lookup import ASKED_AT_ONCE_MAX
+from tierstore.tier.secondary import ASKED_AT_ONCE_MAX
 from tierstore_vllm.layout import EngineShape
 from tierstore_vllm.scheduler import SchedulerHalf
 from tierstore_vllm.scheduler import half as half_module

@@ -7,7 +7,6 @@ in the calling thread, writes in whichever thread opens a `transaction`.
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Self
 
 from tierstore.backend.foreign import foreign_content
@@ -49,9 +48,10 @@ from tierstore.layout import PAGE_BYTES
 from tierstore.lmdb_env.env import LmdbEnv
 from tierstore.lmdb_env.library import Transaction
 from tierstore.manifest import Manifest
+from tierstore.tier_events import SecondaryStats
 from tierstore.transfer import Place
 
-__all__ = ["Catalog", "SecondaryStats"]
+__all__ = ["Catalog"]
 
 _MAP_BYTES = 1 << 38
 """Addresses, not memory: what a catalog takes is bounded by its `Budget`. The same for everybody,
@@ -67,33 +67,6 @@ _STALE_TRANSACTIONS = 4
 """A reader that has looked at one snapshot for so many transactions of others is not on its way."""
 
 _NO_PINS: Mapping[OffloadKey, int] = {}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SecondaryStats:
-    """A glance at one tier."""
-
-    record_count: int
-    payload_bytes: int
-    """Of the records, on one rank."""
-    charged_bytes: int
-    """Everything on disk that counts against the capacity, the catalog included."""
-    capacity_bytes: int
-    evicted_count: int
-    is_open: bool = True
-    """False: the tier's device fails, and nobody can tell what is on it; the counts are zero."""
-
-    @classmethod
-    def unknown(cls, capacity_bytes: int) -> Self:
-        """Return what can be said of a tier that is not open."""
-        return cls(
-            record_count=0,
-            payload_bytes=0,
-            charged_bytes=0,
-            capacity_bytes=capacity_bytes,
-            evicted_count=0,
-            is_open=False,
-        )
 
 
 class Catalog:

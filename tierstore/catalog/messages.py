@@ -1,31 +1,23 @@
-"""What goes into a catalog's mailbox, and what comes out of it."""
+"""What goes into a catalog's mailbox; what comes out of it is in `tier_events`."""
 
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Self, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
-from tierstore.catalog.rows import PendingRow
 from tierstore.key import Namespace, OffloadKey
-from tierstore.transfer import FailureReason, PageRun, Place
 
 __all__ = [
     "BeginEpoch",
     "CommitTicket",
-    "Committed",
     "Evict",
-    "Evicted",
     "ForgetNamespace",
-    "Freed",
     "Leave",
     "LosePayload",
     "Operation",
-    "Placed",
-    "Refused",
     "ReleaseDone",
     "RemoveKeys",
     "RequestPlaces",
-    "SecondaryEvent",
     "SweepGarbage",
     "TouchKeys",
     "take_all",
@@ -33,60 +25,6 @@ __all__ = [
 
 
 Item = TypeVar("Item")
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """Places are reserved for these keys of a request; keys already recorded are left out."""
-
-    ticket: int
-    keys: tuple[OffloadKey, ...]
-    places: tuple[Place, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """No place for a request: it is too large for the tier, or the catalog failed."""
-
-    ticket: int
-    reason: FailureReason
-
-
-@dataclass(frozen=True, slots=True)
-class Freed:
-    """Bytes to give back to the file system on every rank; confirm with `released`."""
-
-    release_id: int
-    runs: tuple[PageRun, ...]
-    empty_segments: tuple[int, ...]
-
-    @classmethod
-    def of(cls, release_id: int, row: PendingRow) -> Self:
-        """Return what a row of the catalog says."""
-        runs = tuple(
-            PageRun(segment=segment, first_page=first_page, page_count=page_count)
-            for segment, first_page, page_count in row.runs.tolist()
-        )
-        return cls(release_id, runs, tuple(row.empty_segments))
-
-
-@dataclass(frozen=True, slots=True)
-class Evicted:
-    """Records that went to make room, whether or not bytes can be given back for them yet."""
-
-    keys: tuple[OffloadKey, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """A commit was carried out: its records can be located now, the failed ones never will."""
-
-    ticket: int
-    reason: FailureReason | None = field(default=None, compare=False)
-    """Not None: the catalog failed, and none of its records can be located."""
-
-
-SecondaryEvent = Placed | Refused | Evicted | Freed | Committed
 
 
 @dataclass(frozen=True, slots=True)

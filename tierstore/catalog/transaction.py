@@ -7,7 +7,6 @@ from functools import partial
 import numpy as np
 
 from tierstore.catalog.floors import Floors
-from tierstore.catalog.messages import Evicted, Freed, SecondaryEvent
 from tierstore.catalog.namespaces import Namespaces
 from tierstore.catalog.pages.orphans import release_orphans
 from tierstore.catalog.pages.space import Space
@@ -27,6 +26,7 @@ from tierstore.errors import CatalogDamagedError
 from tierstore.geometry import SpaceGeometry
 from tierstore.key import NAMESPACE_BYTES, OffloadKey
 from tierstore.lmdb_env.library import Transaction
+from tierstore.tier_events import Evicted, Freed, SecondaryEvent
 
 __all__ = ["CatalogTxn", "Ticket"]
 

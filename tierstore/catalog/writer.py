@@ -15,20 +15,15 @@ from tierstore.catalog.catalog import Catalog
 from tierstore.catalog.lost_payload import LostPayload
 from tierstore.catalog.messages import (
     BeginEpoch,
-    Committed,
     CommitTicket,
     Evict,
     ForgetNamespace,
-    Freed,
     Leave,
     LosePayload,
     Operation,
-    Placed,
-    Refused,
     ReleaseDone,
     RemoveKeys,
     RequestPlaces,
-    SecondaryEvent,
     SweepGarbage,
     TouchKeys,
 )
@@ -43,6 +38,7 @@ from tierstore.errors import (
     CatalogError,
 )
 from tierstore.key import NAMESPACE_BYTES, OffloadKey
+from tierstore.tier_events import Committed, Freed, Placed, Refused, SecondaryEvent
 from tierstore.transfer import FailureReason, Place
 
 __all__ = ["CatalogWriter"]

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tierstore.catalog.catalog import SecondaryStats
+from tierstore.tier_events import SecondaryStats
 
 __all__ = ["PrefixMatch", "StoreStats"]
 

@@ -9,8 +9,8 @@ from functools import partial
 from typing import TypeVar
 
 from tierstore.io_pool import Mailbox
-from tierstore.tier.disk.reads import Reading
-from tierstore.tier.disk.secondary import SecondaryTier
+from tierstore.tier.reading import Reading
+from tierstore.tier.secondary import SecondaryTier
 
 __all__ = ["CatalogReader"]
 

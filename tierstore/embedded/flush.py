@@ -145,7 +145,7 @@ class _TierFlush:
         pace = self._wait.pace
         complaints = self._demotes.complaints()
         if complaints:
-            catalog_cause = self._secondary.complaint or self._secondary.failure
+            catalog_cause = self._secondary.complaint
             causes = [cause for cause in (pace.cause, catalog_cause) if cause]
             complaints += [f"last cause: {cause}" for cause in causes]
         if self._secondary.is_lost:

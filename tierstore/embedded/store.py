@@ -27,9 +27,9 @@ from tierstore.faults import SystemOpener, open_system
 from tierstore.key import OffloadKey, require_keys
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters
-from tierstore.tier.disk.reads import Reading
-from tierstore.tier.disk.secondary import SecondaryTier
 from tierstore.tier.opening import open_stack
+from tierstore.tier.reading import Reading
+from tierstore.tier.secondary import SecondaryTier
 from tierstore.tier.stack import TierStack
 
 __all__ = ["TierStore"]
@@ -277,7 +277,7 @@ class TierStore:
         self._planes.is_changing = True
         self._loop.pump()
         names = [tier.name for tier in self._config.secondary]
-        readings = self._ask(SecondaryTier.stats)
+        readings = self._ask(lambda tier: tier.stats())
         return StoreStats(
             primary_chunk_count=len(self._stack.primary),
             primary_capacity_bytes=self._config.primary.capacity_bytes,
@@ -300,7 +300,7 @@ class TierStore:
         self._loop.settle(lambda: not self._stack.has_work(), self._patience.check_seconds)
         problems = self._stack.check_memory()
         names = [tier.name for tier in self._config.secondary]
-        for name, reading in zip(names, self._ask(SecondaryTier.check), strict=True):
+        for name, reading in zip(names, self._ask(lambda tier: tier.check()), strict=True):
             try:
                 problems += reading.answer()
             except BackendError as error:

@@ -38,7 +38,7 @@ class TierIo:
         rank_count: int,
         pool_bytes: int,
     ) -> None:
-        """Start the threads and open the backend in one of them; slots are in `pool_bytes`.
+        """Start the threads and open the backend in one of them; the pool has `pool_bytes`.
 
         Its device is waited for a bounded time.
 

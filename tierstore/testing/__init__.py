@@ -9,4 +9,6 @@ Who writes a backend shows three things:
 3. It stays right when its device fails: give it a `SystemCalls` for what it asks of the device, and
    open it with that of `faults.FaultPlan.open_system`. What a kill or a power cut leaves of its
    files is built by `crash`.
+
+A secondary tier has a control half, too: inherit from `tier_conformance.TierConformance`.
 """

@@ -48,7 +48,7 @@ class Breaker:
         self._retry_at = 0.0
         self._closed_at = -math.inf
         self._is_recovering = False
-        """It is open, and something spoke for it since."""
+        """It is open, and `recover` was called since."""
         self.is_trial_under_way = False
         self.close_count = 0
         """How often it has closed."""
@@ -150,7 +150,7 @@ class Breaker:
             self._open(self.cause)
 
     def retry_now(self) -> None:
-        """Let a trial go through at once: somebody wants to know."""
+        """Let a trial go through at once: a caller wants to know."""
         if self.state is BreakerState.OPEN:
             self._state = BreakerState.HALF_OPEN
             self.is_trial_under_way = False

@@ -10,10 +10,10 @@ from tierstore.key import OffloadKey
 from tierstore.metrics import Counters, Metric
 from tierstore.policy.use import UNKNOWN_USE, UseContext
 from tierstore.tier.admission.protocol import Admission
-from tierstore.tier.disk.secondary import SecondaryTier
 from tierstore.tier.health import TierHealth
 from tierstore.tier.memory.primary import PrimaryTier
 from tierstore.tier.movements import MovementLog
+from tierstore.tier.secondary import SecondaryTier
 from tierstore.tier.write_behind.demotes import Demotes
 
 __all__ = ["Cascade"]

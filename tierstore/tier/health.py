@@ -19,80 +19,49 @@ or read-only are as good as ever. A device on which writes stand still stops bot
 
 import logging
 from collections.abc import Collection
-from typing import Protocol, runtime_checkable
 
 from tierstore.bounded_log import bounded
 from tierstore.clock import Clock
 from tierstore.config import IoConfig
 from tierstore.metrics import Counters, Metric
-from tierstore.tier.breaker import Breaker, BreakerState
+from tierstore.tier.breaker import BreakerState
+from tierstore.tier.coupled_breakers import HANGING, CoupledBreakers
+from tierstore.tier.secondary import SecondaryTier
+from tierstore.tier.standstill import Standstill
 from tierstore.transfer import FailureReason
 
-__all__ = ["STANDSTILL_DEADLINES", "TRIAL_CHUNKS", "TierHealth", "worst_reason"]
+__all__ = ["TRIAL_CHUNKS", "TierHealth", "worst_reason"]
 
 _logger = bounded(logging.getLogger(__name__))
 
 TRIAL_CHUNKS = 8
 """As many chunks, at most, go through as a trial: they hold as many slots if it hangs."""
 
-STANDSTILL_DEADLINES = 5
-"""Writes of which none is answered for so many deadlines hang. More than one, for they wait behind
-reads and behind each other."""
-
-_LOOKS_MIN = 8
-"""Times that a control plane must have looked for answers meanwhile: one that is idle looks rarely,
-and what it has not fetched is no sign of a hang."""
-
 _UNLIMITED = 1 << 62
 
 _FAILING = (FailureReason.IO_ERROR, FailureReason.FULL)
-_HANGING = (FailureReason.DEADLINE, FailureReason.STALLED)
 _ANSWERED = (FailureReason.ABSENT, FailureReason.CORRUPT)
 """What is wrong with the record and not with its device, which has answered."""
-
-
-@runtime_checkable
-class _Openable(Protocol):
-    """A tier whose catalog may be out of reach."""
-
-    @property
-    def is_open(self) -> bool: ...
-
-
-@runtime_checkable
-class _Stickable(Protocol):
-    """A tier whose catalog may not answer."""
-
-    @property
-    def is_stuck(self) -> bool: ...
 
 
 class TierHealth:
     """What is known of one tier's device. One thread."""
 
     def __init__(
-        self, tier: object, name: str, config: IoConfig, clock: Clock, counters: Counters
+        self, tier: SecondaryTier, name: str, config: IoConfig, clock: Clock, counters: Counters
     ) -> None:
-        """Begin with a sound tier; `tier` may say of itself `is_open` and `is_stuck`."""
-        self._openable = tier if isinstance(tier, _Openable) else None
-        self._stickable = tier if isinstance(tier, _Stickable) else None
+        """Begin with a sound tier, which says of itself whether `is_open` and `is_stuck`."""
+        self._tier = tier
         self._name = name
         self._clock = clock
-        self._reads = Breaker(config.breaker, clock)
-        self._writes = Breaker(config.breaker, clock)
-        self._deadline_seconds = config.deadline_seconds
-        self.has_stalled = False
-        """Writes stood still for a deadline since somebody took note of it and cleared this."""
-        self._standstill_seconds = STANDSTILL_DEADLINES * config.deadline_seconds
+        self._breakers = CoupledBreakers(config.breaker, clock)
+        self._reads, self._writes = self._breakers.reads, self._breakers.writes
+        self._standstill = Standstill(config.deadline_seconds, clock)
         self._read_at = clock.seconds()
         """When records were last read well."""
         self._hung_count = 0
-        self._is_coupled = False
-        """Writes were stopped because reads were."""
         self._is_release_failing = False
         """What failed last could not give bytes back."""
-        self._stood_seconds = 0.0
-        self._looked_at = clock.seconds()
         self._shown_state = BreakerState.CLOSED
         self._shown = (BreakerState.CLOSED, BreakerState.CLOSED)
         self._state = counters.tally(Metric.TIER_STATE, label=name)
@@ -102,8 +71,8 @@ class TierHealth:
 
     @property
     def is_open(self) -> bool:
-        """Whether the tier's catalog is within reach."""
-        return self._openable is None or self._openable.is_open
+        """Whether the tier is in reach."""
+        return self._tier.is_open
 
     @property
     def is_readable(self) -> bool:
@@ -117,20 +86,20 @@ class TierHealth:
 
     @property
     def state(self) -> BreakerState:
-        """The worse of both directions; open also without a catalog."""
+        """The worse of both directions; open also while the tier is out of reach."""
         if not self.is_open:
             return BreakerState.OPEN
-        return max(self._reads.state, self._writes.state)
+        return self._breakers.state
 
     def read_count_max(self) -> int:
         """Return how many chunks may be asked for now."""
-        if self._stickable is not None and self._stickable.is_stuck:
-            self._trip_both(FailureReason.STALLED)
+        if self._tier.is_stuck:
+            self._breakers.trip(FailureReason.STALLED)
         if self.is_readable:
             return _UNLIMITED
         if not self.is_open or not self._reads.allows_trial:
             return 0
-        # Nobody waits for a write: what it shows is waited for, unless reads alone are in doubt.
+        # No request waits for a write, so that goes first, unless reads alone are in doubt.
         is_told_soon = self._writes.is_trial_under_way and not self._hung_count
         return 0 if is_told_soon else TRIAL_CHUNKS
 
@@ -165,7 +134,7 @@ class TierHealth:
 
     @property
     def may_write_soon(self) -> bool:
-        """Whether it is of use to wait for what goes down: not while nothing is tried."""
+        """Whether waiting for what goes down makes sense: not while nothing is tried."""
         return self.is_open and self._writes.state is not BreakerState.OPEN
 
     @property
@@ -176,12 +145,12 @@ class TierHealth:
     @property
     def write_cause(self) -> FailureReason:
         """Why nothing is written now."""
-        return self._writes.cause or FailureReason.STALLED
+        return self._breakers.write_cause
 
     @property
     def is_standing_still(self) -> bool:
         """Whether the tier is out of use because nothing came back."""
-        return not self.is_writable and self.write_cause in _HANGING
+        return not self.is_writable and self.write_cause in HANGING
 
     @property
     def trouble(self) -> str:
@@ -189,6 +158,15 @@ class TierHealth:
         if not self.is_open:
             return "is not open"
         return "has not moved" if self.is_standing_still else "refuses writes"
+
+    @property
+    def has_stalled(self) -> bool:
+        """Whether writes stood still for a deadline since `forget_stall`."""
+        return self._standstill.has_stalled
+
+    def forget_stall(self) -> None:
+        """Take note that the last stall was dealt with."""
+        self._standstill.has_stalled = False
 
     # What was done
 
@@ -204,9 +182,9 @@ class TierHealth:
         return True
 
     def retry_now(self) -> None:
-        """Let writes be tried at once, because somebody wants to know."""
+        """Let writes be tried at once: a caller wants to know."""
         self._writes.retry_now()
-        self._stood_seconds = 0.0
+        self._standstill.end()
         self._show()
 
     def end_read(
@@ -215,17 +193,17 @@ class TierHealth:
         """Take the outcome of one command's reads of this tier, which began at `begun_at`."""
         if arrived_count or any(reason in _ANSWERED for reason in failed):
             self._read_at = self._clock.seconds()
-            self._stood_seconds = 0.0
+            self._standstill.end()
             self._reads.succeed()
-            self._recover_writes()
-        elif any(reason in _HANGING for reason in failed):
+            self._breakers.recover_writes()
+        elif any(reason in HANGING for reason in failed):
             if self._read_at > begun_at:  # others came meanwhile
-                self._fail_reads(FailureReason.DEADLINE)
+                self._breakers.fail_reads(FailureReason.DEADLINE)
             else:
-                self._trip_both(_first(failed, _HANGING))
+                self._breakers.trip(_first(failed, HANGING))
         elif any(reason in _FAILING for reason in failed):
-            self._stood_seconds = 0.0
-            self._fail_reads(_first(failed, _FAILING))
+            self._standstill.end()
+            self._breakers.fail_reads(_first(failed, _FAILING))
         else:
             self._reads.postpone()
         self._show()
@@ -237,21 +215,21 @@ class TierHealth:
     def end_hang(self, chunk_count: int, failed: Collection[FailureReason]) -> None:
         """Take the outcome of reads that hung: those that failed, of so many."""
         self._hung_count -= chunk_count
-        self._stood_seconds = 0.0
+        self._standstill.end()
         if len(failed) < chunk_count or any(reason in _ANSWERED for reason in failed):
             self._reads.recover()
-            self._recover_writes()
+            self._breakers.recover_writes()
         elif any(reason in _FAILING for reason in failed):
-            self._fail_reads(_first(failed, _FAILING))
+            self._breakers.fail_reads(_first(failed, _FAILING))
         self._show()
 
     def note_moved(self) -> None:
         """Take note that a write was answered, whatever became of it."""
-        self._stood_seconds = 0.0
+        self._standstill.end()
 
     def note_written(self) -> None:
         """Take note of chunks that were written and published."""
-        self._stood_seconds = 0.0
+        self._standstill.end()
         self._is_release_failing = False
         self._writes.succeed()
         if not self._reads.is_closed and not self._hung_count:
@@ -263,19 +241,19 @@ class TierHealth:
 
         It shows that the device does not hang, and that it gives bytes back again.
         """
-        self._stood_seconds = 0.0
-        was_hanging = not self._writes.is_closed and self.write_cause in _HANGING
+        self._standstill.end()
+        was_hanging = not self._writes.is_closed and self.write_cause in HANGING
         if was_hanging or self._is_release_failing:
             self._is_release_failing = False
             self._writes.succeed()
-        is_hanging = not self._reads.is_closed and self._reads.cause in _HANGING
+        is_hanging = not self._reads.is_closed and self._reads.cause in HANGING
         if is_hanging and not self._hung_count:
             self._reads.recover()
         self._show()
 
     def note_unreleased(self) -> None:
         """Take note of bytes that could not be given back: as a trial only if there is no other."""
-        self._stood_seconds = 0.0
+        self._standstill.end()
         if not self._writes.is_trial_under_way:
             self._is_release_failing = True
             self._writes.fail(FailureReason.IO_ERROR)
@@ -287,70 +265,30 @@ class TierHealth:
         `is_trial`: they were begun since the tier was tried last. A refusal because of the tier's
         capacity is no failure: do not tell of it as `FULL`.
         """
-        self._stood_seconds = 0.0
+        self._standstill.end()
         is_trial = is_trial and self._writes.is_trial_under_way
         if not is_trial and not self._writes.is_closed:
             return  # it began before
         if reason in _FAILING:
-            self._is_coupled = self._is_release_failing = False
+            self._breakers.is_coupled = self._is_release_failing = False
             self._writes.fail(reason)
         else:
             self._writes.postpone()
         self._show()
 
     def look(self, *, is_writing: bool, is_waiting: bool) -> None:
-        """Look after what is under way, as often as answers are asked for.
+        """Look at what is under way, as often as answers are asked for.
 
         `is_writing`: the device was told to write, or to give bytes back, and has not answered.
         `is_waiting`: something waits for the catalog.
         """
-        now = self._clock.seconds()
-        elapsed = min(now - self._looked_at, self._standstill_seconds / _LOOKS_MIN)
-        self._looked_at = now
         is_trial = self._writes.is_trial_under_way
-        if not is_writing and not (is_trial and is_waiting):
-            self._stood_seconds = 0.0
-            if not is_waiting:
-                self._writes.postpone()  # the trial is gone: a reset, or there was nothing to write
-        else:
-            self._stood_seconds += elapsed
-            self.has_stalled = self.has_stalled or self._stood_seconds > self._deadline_seconds
-            if self._stood_seconds > self._standstill_seconds:
-                self._stood_seconds = 0.0
-                self._stand_still(is_writing=is_writing)
+        is_expected = is_writing or (is_trial and is_waiting)
+        if self._standstill.look(is_expected=is_expected):
+            self._breakers.stand_still(is_writing=is_writing)
+        elif not is_expected and not is_waiting:
+            self._writes.postpone()  # the trial is gone: a reset, or there was nothing to write
         self._show()
-
-    def _stand_still(self, *, is_writing: bool) -> None:
-        if not is_writing:
-            self._writes.fail(FailureReason.STALLED)  # the trial waits for the catalog
-        elif self._writes.state is BreakerState.OPEN:
-            self._writes.cause = FailureReason.STALLED
-        else:
-            self._is_coupled = False
-            self._writes.trip(FailureReason.STALLED)
-            if self._reads.is_closed:
-                self._reads.trip(FailureReason.STALLED)
-
-    def _fail_reads(self, reason: FailureReason) -> None:
-        was_closed = self._reads.is_closed
-        self._reads.fail(reason)
-        if was_closed and not self._reads.is_closed:
-            self._couple_writes(reason)
-
-    def _trip_both(self, reason: FailureReason) -> None:
-        self._reads.trip(reason)
-        self._couple_writes(reason)
-
-    def _couple_writes(self, reason: FailureReason) -> None:
-        """Stop writes, but for a trial at once: perhaps reads alone are in trouble."""
-        if self._writes.is_closed:
-            self._is_coupled = True
-            self._writes.trip(reason)
-            self._writes.retry_now()
-
-    def _recover_writes(self) -> None:
-        if not self._writes.is_closed and (self._is_coupled or self.write_cause in _HANGING):
-            self._writes.recover()
 
     def _show(self) -> None:
         """Bring the metrics up to date, and log what has changed."""
@@ -394,7 +332,7 @@ def _first(failed: Collection[FailureReason], wanted: Collection[FailureReason])
 
 
 def worst_reason(reasons: Collection[FailureReason]) -> FailureReason:
-    """Return the reason that says most of the device."""
+    """Return the reason that says most about the device."""
     for reason in (FailureReason.IO_ERROR, FailureReason.FULL):
         if reason in reasons:
             return reason

@@ -4,10 +4,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 from tierstore.key import OffloadKey
-from tierstore.tier.disk.lookup import ASKED_AT_ONCE_MAX
 from tierstore.tier.memory.primary import PrimaryTier
 from tierstore.tier.readable import ReadableRecords
 from tierstore.tier.reservation import NONE_TRIED, ChunkState, untried
+from tierstore.tier.secondary import ASKED_AT_ONCE_MAX
 
 __all__ = ["Locator"]
 

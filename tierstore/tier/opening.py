@@ -4,30 +4,47 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Protocol, TypeVar
 
 from tierstore.catalog.catalog import Catalog
 from tierstore.clock import Clock, MonotonicClock
-from tierstore.config import StoreConfig
+from tierstore.config import SecondaryConfig, StoreConfig
 from tierstore.faults import SystemOpener, open_system
 from tierstore.layout import GroupKind, GroupSpec
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters, Metric
 from tierstore.tier.admission import make_admission
 from tierstore.tier.cascade import Cascade
-from tierstore.tier.disk.secondary import SecondaryTier
+from tierstore.tier.disk.tier import DiskTier
 from tierstore.tier.health import TierHealth
 from tierstore.tier.memory.primary import PrimaryTier
 from tierstore.tier.movements import MovementLog
 from tierstore.tier.readable import ReadableRecords
+from tierstore.tier.secondary import SecondaryTier
 from tierstore.tier.stack import TierStack
 from tierstore.tier.write_behind.demotes import Demotes
 
-__all__ = ["check_tiers", "open_stack", "open_tiers"]
+__all__ = ["TierMaker", "check_tiers", "open_stack", "open_tiers"]
+
+AnyTier = TypeVar("AnyTier", bound=SecondaryTier)
 
 _OPEN_SECONDS_MAX = 10.0
-"""Who opens tiers waits so long for their devices; then they are opened in the background."""
+"""Devices are waited for so long; then their tiers are opened in the background."""
 _CHECK_CLOSE_SECONDS = 5.0
 """For a tier that is closed again at once."""
+
+
+class TierMaker(Protocol):
+    """A function that makes the control half of a tier; the data half is a `BackendOpener`'s."""
+
+    def __call__(
+        self, config: SecondaryConfig, manifest: Manifest, *, tier_idx: int, rank_count: int
+    ) -> SecondaryTier:
+        """Describe a tier, which is not open yet.
+
+        Raises:
+            ConfigError, MissingExtraError: the configuration cannot work.
+        """
 
 
 def open_stack(
@@ -40,37 +57,32 @@ def open_stack(
     clock: Clock | None = None,
     open_system: SystemOpener = open_system,
     lookup_seconds_max: float | None = None,
+    make_tier: TierMaker | None = None,
 ) -> TierStack:
     """Open the control half of all configured tiers; `movements` is told what comes and goes.
 
-    A tier whose device fails, hangs or is kept by a stopped process (`tier.outage`) is without its
-    catalog until it can be opened (`SecondaryTier.is_open`); the others are used.
+    A tier whose device fails, hangs or is kept by a stopped process (`tier.disk.outage`) is not
+    open until it can be (`SecondaryTier.is_open`); the others are used.
 
     `lookup_seconds_max` bounds for how long a lookup of places hangs (None: as a read). `clock`
     measures for how long a record that failed is not offered; tests give their own, and an
-    `open_system` that lets a device fail.
+    `open_system` that lets a device fail. `make_tier` makes the tiers (None: those on this
+    machine).
 
     Raises:
         ConfigError, MissingExtraError: a capacity is too small, or a key file cannot be used.
-        CatalogError, ManifestError, BackendError: of a secondary tier the user has to mend
-            something; none stays open.
+        CatalogError, ManifestError, BackendError: the user has to change something about a
+            secondary tier; none stays open.
     """
     groups = manifest.group_specs()
     primary = _primary(config, groups)
-    secondaries = open_tiers(
-        [
-            SecondaryTier(
-                tier,
-                manifest,
-                tier_idx=tier_idx,
-                rank_count=rank_count,
-                system=open_system(tier),
-                lookup_seconds_max=lookup_seconds_max,
-                on_opened=partial(_count_opening, counters, tier.name),
-            )
-            for tier_idx, tier in enumerate(config.secondary)
-        ]
-    )
+    if make_tier is None:
+        make_tier = _disk_maker(counters, open_system, lookup_seconds_max)
+    secondaries = [
+        make_tier(tier, manifest, tier_idx=tier_idx, rank_count=rank_count)
+        for tier_idx, tier in enumerate(config.secondary)
+    ]
+    open_tiers(secondaries)
     clock = clock or MonotonicClock()
     with _closed_on_error(secondaries):
         cascades = _cascades(
@@ -93,6 +105,25 @@ def open_stack(
             clock=clock,
             movements=movements,
         )
+
+
+def _disk_maker(
+    counters: Counters, open_system: SystemOpener, lookup_seconds_max: float | None
+) -> TierMaker:
+    def make(
+        config: SecondaryConfig, manifest: Manifest, *, tier_idx: int, rank_count: int
+    ) -> SecondaryTier:
+        return DiskTier(
+            config,
+            manifest,
+            tier_idx=tier_idx,
+            rank_count=rank_count,
+            system=open_system(config),
+            lookup_seconds_max=lookup_seconds_max,
+            on_opened=partial(_count_opening, counters, config.name),
+        )
+
+    return make
 
 
 def _cascades(
@@ -151,27 +182,27 @@ def check_tiers(config: StoreConfig, manifest: Manifest, *, rank_count: int) -> 
         ConfigError: a capacity is too small, a key file cannot be used, or a path belongs to
             another kind of tier.
         MissingExtraError: a tier wants keyed records, and `cryptography` is not installed.
-        CatalogError, ManifestError, BackendError: of a secondary tier the user has to mend
-            something.
+        CatalogError, ManifestError, BackendError: the user has to change something about a
+            secondary tier.
     """
     _primary(config, manifest.group_specs())
     tiers = [
-        SecondaryTier(tier, manifest, tier_idx=tier_idx, rank_count=rank_count)
+        DiskTier(tier, manifest, tier_idx=tier_idx, rank_count=rank_count)
         for tier_idx, tier in enumerate(config.secondary)
     ]
     for opened in open_tiers(tiers):
         opened.close(_CHECK_CLOSE_SECONDS)
 
 
-def open_tiers(tiers: list[SecondaryTier]) -> list[SecondaryTier]:
-    """Open tiers side by side, for one that hangs takes as long as all of them; or none.
+def open_tiers(tiers: Sequence[AnyTier]) -> Sequence[AnyTier]:
+    """Open tiers, or none of them. Side by side: one that hangs takes as long as all of them.
 
-    One whose device fails, or does not answer for long, is open without its catalog
-    (`SecondaryTier.is_open`), and opened as soon as it can be.
+    One whose device fails, or does not answer for long, is used as soon as it can be opened
+    (`SecondaryTier.is_open`).
 
     Raises:
-        CatalogError, ManifestError, ConfigError, BackendError: what the user has to mend
-            (`outage`); the message says how.
+        CatalogError, ManifestError, ConfigError, BackendError: what the user has to change
+            (`disk.outage`); the message says how.
     """
     until = time.monotonic() + _OPEN_SECONDS_MAX
     with _closed_on_error(tiers):
@@ -194,7 +225,7 @@ def _closed_on_error(tiers: Sequence[SecondaryTier]) -> Iterator[None]:
 
 def _connect(secondaries: Sequence[SecondaryTier], cascades: Sequence[Cascade]) -> None:
     for secondary, cascade in zip(secondaries, cascades, strict=True):
-        secondary.on_lost = cascade.on_catalog_lost
+        secondary.tell_of_loss(cascade.on_catalog_lost)
 
 
 def _count_opening(counters: Counters, name: str, catalog: Catalog) -> None:

@@ -12,11 +12,11 @@ from tierstore.layout import GroupSpec
 from tierstore.metrics import Counters, Metric
 from tierstore.policy.use import UseContext
 from tierstore.tier.cascade import Cascade
-from tierstore.tier.disk.secondary import SecondaryTier
 from tierstore.tier.intake import Intake
 from tierstore.tier.memory.primary import PrimaryTier
 from tierstore.tier.readable import ReadableRecords
 from tierstore.tier.reservation import NONE_TRIED, LoadReservation, untried
+from tierstore.tier.secondary import SecondaryTier
 from tierstore.transfer import FailureReason, JobId, Place, Promote, TransferDone
 
 __all__ = ["Promotions"]
@@ -116,7 +116,7 @@ class Promotions:
         """Take note of promotes that have their slots: they are read from now on."""
         self._begun[job_id] = self._clock.seconds()
         for promote in promotes:
-            self._secondaries[promote.tier_idx].pins.pin(promote.keys)
+            self._secondaries[promote.tier_idx].pin(promote.keys)
             self._records[promote.tier_idx].health.begin_read()
 
     def finish(self, reservation: LoadReservation, done: TransferDone) -> None:
@@ -228,7 +228,7 @@ class Promotions:
                 lost[key] = reason
         self._primary.give_back([slots[key] for key in lost])
         self._primary.reattach(arrived[::-1], [slots[key] for key in arrived[::-1]], use=part.use)
-        self._secondaries[promote.tier_idx].pins.unpin(tuple(lost))
+        self._secondaries[promote.tier_idx].unpin(tuple(lost))
         self._blame(records, {k: why for k, why in lost.items() if k not in part.unwanted})
         self._settle(promote, arrived, (), part.use)
 
@@ -254,10 +254,10 @@ class Promotions:
         secondary = self._secondaries[promote.tier_idx]
         if lost:
             self._intake.abort(lost)
-            secondary.pins.unpin(lost)
+            secondary.unpin(lost)
         if not arrived:
             return
-        secondary.pins.unpin(arrived)
+        secondary.unpin(arrived)
         self._records[promote.tier_idx].succeed(arrived)
         self._intake.commit(promote.group_idx, arrived, source_idx=promote.tier_idx, use=use)
         secondary.touch(arrived[::-1], use=use)

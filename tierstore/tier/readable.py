@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from tierstore.clock import Clock
 from tierstore.key import OffloadKey
 from tierstore.metrics import Counters, Metric
-from tierstore.tier.disk.secondary import SecondaryTier
 from tierstore.tier.health import TierHealth
 from tierstore.tier.reservation import ChunkState
+from tierstore.tier.secondary import SecondaryTier
 from tierstore.transfer import FailureReason, Place
 
 __all__ = ["HIDDEN_SECONDS", "STALLED_SECONDS", "ReadableRecords"]

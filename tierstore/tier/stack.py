@@ -20,7 +20,6 @@ from tierstore.manifest import Manifest
 from tierstore.metrics import Counters, Metric
 from tierstore.policy.use import UNKNOWN_USE, UseContext
 from tierstore.tier.cascade import Cascade
-from tierstore.tier.disk.secondary import SecondaryTier
 from tierstore.tier.intake import Intake
 from tierstore.tier.loads import Loads
 from tierstore.tier.locator import Locator
@@ -29,6 +28,7 @@ from tierstore.tier.movements import MovementLog
 from tierstore.tier.promotion import Promotions
 from tierstore.tier.readable import ReadableRecords
 from tierstore.tier.reservation import NONE_TRIED, ChunkState, LoadReservation, OffloadReservation
+from tierstore.tier.secondary import SecondaryTier
 from tierstore.tier.stale import StaleChunks
 from tierstore.tier.uses import Uses
 from tierstore.tier.victims import Victims

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from tierstore.key import OffloadKey
 from tierstore.policy.use import UNKNOWN_USE, UseContext
 from tierstore.tier.cascade import Cascade
-from tierstore.tier.disk.secondary import SecondaryTier
 from tierstore.tier.memory.primary import PrimaryTier
+from tierstore.tier.secondary import SecondaryTier
 
 __all__ = ["Uses"]
 

@@ -13,10 +13,11 @@ from store_kit import MIB, Chunks, config_of, du
 
 from tierstore import TierStore
 from tierstore.backend.segments.backend import FileBackend
-from tierstore.catalog.messages import Evict, Placed, RemoveKeys, TouchKeys
+from tierstore.catalog.messages import Evict, RemoveKeys, TouchKeys
 from tierstore.device.system import SystemCalls
 from tierstore.errors import BackendError, ConfigError
 from tierstore.testing.extents import Extent, write_extent
+from tierstore.tier_events import Placed
 from tierstore.transfer import PageRun
 
 

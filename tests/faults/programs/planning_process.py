@@ -11,10 +11,10 @@ import sys
 import numpy as np
 from store_kit import Chunks
 
-from tierstore.catalog.messages import Freed, Placed
 from tierstore.config import load_config
-from tierstore.tier.disk.secondary import SecondaryTier
+from tierstore.tier.disk.tier import DiskTier
 from tierstore.tier.opening import open_tiers
+from tierstore.tier_events import Freed, Placed
 from tierstore.transfer import Demote, JobId
 
 
@@ -22,7 +22,7 @@ def main():
     job = json.loads(sys.stdin.readline())
     chunks = Chunks(job["chunk_bytes"])
     (config,) = load_config(job["config"]).secondary
-    tier = open_tiers([SecondaryTier(config, chunks.manifest, tier_idx=0, rank_count=1)])[0]
+    tier = open_tiers([DiskTier(config, chunks.manifest, tier_idx=0, rank_count=1)])[0]
     keys = chunks.keys(range(job["count"]))
     for ticket in range(0, job["count"], 4):
         tier.request_places(ticket + 1, keys[ticket : ticket + 4], job["chunk_bytes"])

@@ -9,13 +9,12 @@ from tierstore.catalog.messages import (
     CommitTicket,
     Evict,
     ForgetNamespace,
-    Placed,
-    Refused,
     RemoveKeys,
     RequestPlaces,
     SweepGarbage,
     TouchKeys,
 )
+from tierstore.tier_events import Placed, Refused
 
 
 def test_a_committed_record_is_located_and_a_reserved_one_is_not(harness):

@@ -6,16 +6,14 @@ import pytest
 from catalog_harness import MIB, Harness
 
 from tierstore.catalog.messages import (
-    Committed,
     CommitTicket,
     Evict,
     ForgetNamespace,
-    Placed,
-    Refused,
     ReleaseDone,
     RequestPlaces,
 )
 from tierstore.errors import BackendFullError
+from tierstore.tier_events import Committed, Placed, Refused
 
 CHUNK = 4096
 MANY = range(7000, 8200)

@@ -14,14 +14,13 @@ from tierstore.catalog.messages import (
     CommitTicket,
     Evict,
     ForgetNamespace,
-    Placed,
-    Refused,
     ReleaseDone,
     RequestPlaces,
     TouchKeys,
 )
 from tierstore.layout import PAGE_BYTES
 from tierstore.lmdb_env.env import LmdbEnv
+from tierstore.tier_events import Placed, Refused
 
 READER = """
 import sys

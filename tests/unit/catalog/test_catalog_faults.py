@@ -5,17 +5,15 @@ from catalog_harness import MIB, Harness
 
 from tierstore.catalog.messages import (
     BeginEpoch,
-    Committed,
     CommitTicket,
     ForgetNamespace,
-    Placed,
-    Refused,
     RemoveKeys,
     RequestPlaces,
     TouchKeys,
 )
 from tierstore.errors import BackendFullError
 from tierstore.testing.faults import FaultPlan, FaultRule
+from tierstore.tier_events import Committed, Placed, Refused
 
 
 def share(first, **options):

@@ -8,15 +8,14 @@ from catalog_harness import MIB, Harness
 from counted_writes import CountedWrites
 
 from tierstore.catalog.messages import (
-    Committed,
     CommitTicket,
     ForgetNamespace,
-    Placed,
     ReleaseDone,
     RequestPlaces,
     SweepGarbage,
 )
 from tierstore.catalog.sweep import SWEEP_ROWS_MAX
+from tierstore.tier_events import Committed, Placed
 
 PAGE, BRANCH, LEAF = 4096, 1, 2
 KEY_BYTES = {"extents": 8, "records": 44}

@@ -7,10 +7,11 @@ import pytest
 from catalog_harness import MIB, Harness
 
 from tierstore.catalog.catalog import Catalog
-from tierstore.catalog.messages import Evict, Leave, Placed
+from tierstore.catalog.messages import Evict, Leave
 from tierstore.config import SecondaryConfig
 from tierstore.errors import CatalogError, ConfigError
 from tierstore.manifest import Manifest
+from tierstore.tier_events import Placed
 
 
 def share(first, **options):

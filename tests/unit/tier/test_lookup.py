@@ -7,9 +7,10 @@ from waiting import within_seconds
 
 from tierstore.key import Namespace, make_offload_keys
 from tierstore.testing.spread import spread_hashes
-from tierstore.tier.disk.lookup import ASKED_AT_ONCE_MAX, Lookups
+from tierstore.tier.disk.lookup import Lookups
 from tierstore.tier.disk.reads import CatalogReads
 from tierstore.tier.reservation import ChunkState
+from tierstore.tier.secondary import ASKED_AT_ONCE_MAX
 from tierstore.transfer import Place
 
 ABSENT, ARRIVING, RECORDED = ChunkState.ABSENT, ChunkState.ARRIVING, ChunkState.RECORDED

@@ -11,7 +11,6 @@ from pathlib import Path
 import lmdb
 from python_paths import environment
 
-from tierstore.catalog.messages import Committed, Evicted, Freed, Placed
 from tierstore.config import SecondaryConfig
 from tierstore.errors import BackendFullError
 from tierstore.key import make_offload_keys
@@ -19,9 +18,10 @@ from tierstore.lmdb_env import errors as lmdb_errors
 from tierstore.lmdb_env.env import LmdbEnv
 from tierstore.manifest import Manifest
 from tierstore.testing.spread import spread_hashes
-from tierstore.tier.disk.secondary import SecondaryTier
+from tierstore.tier.disk.tier import DiskTier
 from tierstore.tier.opening import open_tiers
 from tierstore.tier.reservation import ChunkState
+from tierstore.tier_events import Committed, Evicted, Freed, Placed
 
 MIB = 1 << 20
 CHUNK = 64 << 10
@@ -48,7 +48,7 @@ EPOCH = MANIFEST.in_epoch("first")
 
 def open_tier(path, capacity=8 * MIB):
     config = SecondaryConfig(name="t", backend="file", path=path, capacity_bytes=capacity)
-    return open_tiers([SecondaryTier(config, MANIFEST, tier_idx=0, rank_count=1)])[0]
+    return open_tiers([DiskTier(config, MANIFEST, tier_idx=0, rank_count=1)])[0]
 
 
 def keys_of(*numbers, manifest=MANIFEST):
@@ -138,8 +138,8 @@ def test_what_was_evicted_is_not_said_to_be_recorded_because_it_was(tmp_path):
 
 def stored_names(tier):
     """Return the `epoch` of every manifest on the path, "" for none."""
-    databases = tier._catalog._databases
-    with tier._catalog._env.read(databases.namespaces) as txn, txn.cursor() as cursor:
+    databases = tier._threads.catalog._databases
+    with tier._threads.catalog._env.read(databases.namespaces) as txn, txn.cursor() as cursor:
         return sorted(dict(json.loads(value)["extra"]).get("epoch", "") for _, value in cursor)
 
 
@@ -294,10 +294,10 @@ def test_a_reset_that_a_failing_catalog_could_not_do_is_done_without_further_wri
     """Goal: a tier that is only read from is not hidden for good by one failure."""
     tier, other = open_tier(tmp_path), open_tier(tmp_path)
     store(other, 1, 2, 3, 4)
-    tier._catalog._env.write, real = refuse_writing, tier._catalog._env.write
+    tier._threads.catalog._env.write, real = refuse_writing, tier._threads.catalog._env.write
     tier.reset(MANIFEST)
     assert tier.wait(60)
-    tier._catalog._env.write = real
+    tier._threads.catalog._env.write = real
     deadline = time.monotonic() + 60
     while other.stats().record_count and time.monotonic() < deadline:
         tier.poll()

@@ -13,10 +13,12 @@ def test_what_waits_for_a_stuck_catalog_is_bounded_and_memory_goes_on_serving(tm
         CHUNKS.put(store, range(16))
         store.flush()
         (secondary,) = store._stack.secondaries
-        with secondary._catalog._env.write():  # as a stopped process would: the writer waits
+        with (
+            secondary._threads.catalog._env.write()
+        ):  # as a stopped process would: the writer waits
             for _ in range(3000):
                 assert store.get(CHUNKS.keys(range(16)), bytearrays(16)) == [True] * 16
-            assert len(secondary._mailbox._items) <= 1024
+            assert len(secondary._threads._mailbox._items) <= 1024
         store.flush()
         assert store.check() == []
         CHUNKS.put(store, range(16, 32))

@@ -1,5 +1,7 @@
 """What is evidence for and against a tier's device, beyond what a store lets happen at will."""
 
+from types import SimpleNamespace
+
 import pytest
 from fake_clock import FakeClock
 
@@ -20,7 +22,8 @@ def clock():
 @pytest.fixture
 def health(clock):
     config = IoConfig(breaker=BreakerConfig(failures=FAILURE_COUNT))
-    return TierHealth(object(), "disk", config, clock, Counters())
+    tier = SimpleNamespace(is_open=True, is_stuck=False)
+    return TierHealth(tier, "disk", config, clock, Counters())
 
 
 def refuse_writes(health, count=FAILURE_COUNT):

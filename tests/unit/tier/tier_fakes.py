@@ -106,6 +106,8 @@ class FakePins:
 class FakeSecondary:
     def __init__(self):
         self.pins = FakePins()
+        self.unpin = self.pins.unpin
+        self.pin = self.pins.pin
         self.touched = []
 
     def touch(self, tail_first, *, use):

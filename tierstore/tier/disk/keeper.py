@@ -1,12 +1,12 @@
-"""Opens a tier's catalog in a thread of its own, and opens it anew after it was lost.
+"""Opens a tier's catalog in a thread of its own, and opens another one after it was lost.
 
     opening   tried until it succeeds, with growing pauses; the caller who opens the tier waits for
-              the first try only, and not for long
-    open      looked after once a second: is the path still where it was, and ours?
-    lost      the path was removed, moved or unmounted: given up, and opened anew as a fresh owner
+              the first try only, for a bounded time
+    open      checked once a second: is the path still where it was, and ours?
+    lost      the path was removed, moved or unmounted: given up, and opened again as a new owner
 
-Whoever uses the catalog is told (`CatalogNews`), and acts on it in a thread of his own. A device
-that hangs keeps this thread alone.
+The user of the catalog is told (`CatalogNews`) and acts on it in another thread. A device that
+hangs blocks this thread only.
 """
 
 import logging
@@ -25,26 +25,26 @@ from tierstore.io_pool import IoPool, wait_for
 from tierstore.tier.disk.outage import may_pass
 
 __all__ = [
-    "CatalogFound",
     "CatalogKeeper",
     "CatalogLost",
     "CatalogNews",
     "CatalogOpened",
     "KeeperPace",
     "OpenCatalog",
+    "SegmentsFound",
 ]
 
 _logger = bounded(logging.getLogger(__name__))
 
 _WAIT_SECONDS = 0.1
-"""Between two looks whether this shall end."""
+"""Between two checks whether the thread is to end."""
 _GIVE_UP_SECONDS_MAX = 10.0
-"""What is being written for a lost catalog is waited for so long; a device may hang."""
+"""The longest wait for what is being written for a lost catalog; a device may hang."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenCatalog:
-    """A catalog, and the one who writes to it."""
+    """A catalog and its writer."""
 
     catalog: Catalog
     writer: CatalogWriter
@@ -52,29 +52,29 @@ class OpenCatalog:
 
 @dataclass(frozen=True, slots=True)
 class CatalogOpened:
-    """From now on it can be used."""
+    """The catalog can be used from now on."""
 
     opened: OpenCatalog
 
 
 @dataclass(frozen=True, slots=True)
 class CatalogLost:
-    """From now on it is nobody's: it has to be closed."""
+    """The catalog is not to be used any more: it has to be closed."""
 
     opened: OpenCatalog
     is_given_up: threading.Event
-    """To be set when nothing more is written for it; for a while nothing is opened before."""
+    """To be set when nothing more is written for it. The next opening waits a while for it."""
 
 
 @dataclass(frozen=True, slots=True)
-class CatalogFound:
-    """These segments, with their pages, lie below its path; some perhaps without a row."""
+class SegmentsFound:
+    """The segments below the catalog's path, with their pages: some may have no row in it."""
 
     opened: OpenCatalog
     segments: dict[int, int]
 
 
-CatalogNews = CatalogOpened | CatalogLost | CatalogFound
+CatalogNews = CatalogOpened | CatalogLost | SegmentsFound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,14 +82,14 @@ class KeeperPace:
     """When a keeper acts."""
 
     look_seconds: float = 1.0
-    """Between two looks after an open catalog."""
+    """Between two checks of an open catalog."""
     pause_seconds_min: float = 0.1
     pause_seconds_max: float = 30.0
     """Between two tries to open one: the pause doubles with each failure."""
-    orphans_seconds: float = 60.0
-    """Between two searches for segments that no row knows, as a rank may leave behind that was
-    still writing when its path was removed; the first soon after an opening."""
-    orphans_seconds_first: float = 3.0
+    search_seconds: float = 60.0
+    """Between two searches for segments without a row: a rank that was still writing when its path
+    was removed leaves them behind. The first search comes soon after an opening."""
+    search_seconds_first: float = 3.0
 
 
 class CatalogKeeper:
@@ -120,10 +120,10 @@ class CatalogKeeper:
         self._was_mounted: bool | None = None
         """Whether the path was a mount point when it was opened first."""
         self._opened: OpenCatalog | None = None
-        self._orphans_at = 0.0
+        self._search_at = 0.0
         self._is_complained = False
         self.complaint = "it has not been opened yet"
-        """Why the catalog is not open."""
+        """Why the catalog is not open; empty: it is."""
 
     def open(self) -> None:
         """Start the thread, and with it the first try."""
@@ -131,10 +131,10 @@ class CatalogKeeper:
         self._pool.submit_urgent(self._run)
 
     def wait_first(self, seconds: float) -> None:
-        """Wait until the first try is over, or time is up; others go on in the background.
+        """Wait for the end of the first try, for so long at most; later ones go on by themselves.
 
         Raises:
-            TierStoreError: the user has to mend something (`outage`); nothing is tried any more.
+            TierStoreError: the user has to change something (`outage`); nothing is tried any more.
         """
         with self._lock:
             wait_for(self._changed, lambda: self._is_first_over, max(0.0, seconds))
@@ -146,13 +146,13 @@ class CatalogKeeper:
             self._complain(f"its device does not answer within {seconds:.0f} s")
 
     def look(self) -> None:
-        """Look after the catalog now: something has failed."""
+        """Check the catalog now: something has failed."""
         with self._lock:
             self._is_wanted = True
             self._changed.notify_all()
 
     def begin_close(self) -> None:
-        """Let the thread end; it does nothing more, but for what it is just doing."""
+        """Let the thread end after what it is doing now."""
         with self._lock:
             self._is_closing = True
             self._changed.notify_all()
@@ -205,7 +205,7 @@ class CatalogKeeper:
         return error is None
 
     def _require_place(self) -> None:
-        """Refuse to make more than the last directory anew, or to write beside a missing mount."""
+        """Refuse to make more than the last directory again, or to write beside a missing mount."""
         if self._was_mounted is None:
             return
         if not self._path.parent.is_dir():
@@ -221,10 +221,10 @@ class CatalogKeeper:
         self.complaint = ""
         self._is_complained = False
         self._opened = opened
-        self._orphans_at = time.monotonic() + self._pace.orphans_seconds_first
+        self._search_at = time.monotonic() + self._pace.search_seconds_first
         try:
             self._tell(CatalogOpened(opened))
-        except ClosedError:  # nobody is there any more
+        except ClosedError:  # the tier was closed meanwhile
             opened.catalog.close()
 
     def _complain(self, cause: str) -> None:
@@ -248,11 +248,11 @@ class CatalogKeeper:
             with suppress(ClosedError):
                 self._tell(CatalogLost(opened, is_given_up))
             self._opened = None
-            # What a rank writes later is found by a search for orphans.
+            # What a rank writes later is found by a search for segments without a row.
             until = time.monotonic() + _GIVE_UP_SECONDS_MAX
             while not (self._is_closing or is_given_up.is_set() or time.monotonic() >= until):
                 self._pause(_WAIT_SECONDS)
-        elif time.monotonic() >= self._orphans_at:
-            self._orphans_at = time.monotonic() + self._pace.orphans_seconds
+        elif time.monotonic() >= self._search_at:
+            self._search_at = time.monotonic() + self._pace.search_seconds
             with suppress(BackendError, ClosedError):  # the next search may see more
-                self._tell(CatalogFound(opened, opened.catalog.segments()))
+                self._tell(SegmentsFound(opened, opened.catalog.segments()))

@@ -1,9 +1,9 @@
-"""Looking for records without keeping the engine's step waiting for a device.
+"""Looks records up without letting the engine's step wait for a device.
 
-All lookups are done by the thread that reads the catalog (`reads`). For a few keys the step
-waits, for as long as a sound device never takes. A long prefix is looked up while the step goes on,
-for a catalog gives the interpreter away with every single key; the step that asks again finds the
-answer here. A device that does not answer has no records until it does.
+All lookups are done by the thread that reads the catalog (`reads`). For a few keys the step waits,
+for longer than a sound device ever takes. A long prefix is looked up while the step goes on; the
+step that asks again finds the answer here. A device that does not answer has no records until it
+does.
 """
 
 import time
@@ -14,27 +14,27 @@ from functools import partial
 
 from tierstore.errors import BackendError, CatalogError, ClosedError
 from tierstore.key import OffloadKey
-from tierstore.tier.disk.reads import CatalogReads, Reading
+from tierstore.tier.disk.reads import CatalogReads
+from tierstore.tier.reading import Reading
 from tierstore.tier.reservation import ChunkState
+from tierstore.tier.secondary import ASKED_AT_ONCE_MAX, STEP_SECONDS_MAX, HiddenListener
+from tierstore.tier_events import Committed, Evicted, Placed, SecondaryEvent
 from tierstore.transfer import FailureReason, Place
 
-__all__ = ["ASKED_AT_ONCE_MAX", "STEP_SECONDS_MAX", "Hidden", "Lookups"]
+__all__ = ["Lookups"]
 
-ASKED_AT_ONCE_MAX = 16
-"""Keys for which a step waits; about 2 us each, and 50 us for the thread."""
-
-STEP_SECONDS_MAX = 0.05
-"""One step waits so long in all. A lookup that makes no progress for so long hangs in its device:
-nothing is recorded then, and no step waits, until it has ended."""
+# A step waits for the answers about ASKED_AT_ONCE_MAX keys: about 2 us each, and 50 us for the
+# thread. A lookup that makes no progress for STEP_SECONDS_MAX hangs in its device: nothing is
+# recorded then, and no step waits, until it has ended.
 
 _TURN_SECONDS_MAX = 1.0
-"""For a thread that gets no turn, or goes on, places are waited for so long."""
+"""Places are waited for so long if the thread makes progress, or gets no turn."""
 
 _BATCH_KEYS_MAX = 512
 """Keys of one read transaction of the thread."""
 
 _QUEUED_KEYS_MAX = 1 << 16
-"""Keys that wait for the thread; whoever asks for more is told to ask again, and not queued."""
+"""Keys that wait for the thread; further ones are not queued, and have to be asked for again."""
 
 _PATIENCE_STEPS = 8
 """The thread is waited for if it got no turn for so many steps."""
@@ -44,7 +44,6 @@ _KEPT_STEPS = 32
 
 
 Locate = Callable[[Sequence[OffloadKey]], list[Place | None]]
-Hidden = Callable[[Sequence[OffloadKey], FailureReason], None]
 Wait = Callable[[], None]
 
 
@@ -73,8 +72,8 @@ class Lookups:
 
         `places_seconds_max` bounds for how long `places` waits for a lookup without progress.
         """
-        self.on_hidden: Hidden = _nothing
-        """Called with keys that are said absent because nobody could look them up."""
+        self.on_hidden: HiddenListener = _nothing
+        """Called with keys that are said to be absent because they could not be looked up."""
         self._locate = locate
         self._reads = reads
         self._places_seconds_max = places_seconds_max
@@ -88,6 +87,8 @@ class Lookups:
         """Those that `look_ahead` has asked, until they are answered."""
         self._ahead: dict[OffloadKey, Place | None] = {}
         """Their answers, each for one `places`."""
+        self._placed: dict[int, Sequence[OffloadKey]] = {}
+        """The keys of tickets that are being written."""
         self._step_count = 0
         self._step_seconds_left = STEP_SECONDS_MAX
         self._reset_count = 0
@@ -122,8 +123,8 @@ class Lookups:
     def look_ahead(self, keys: Sequence[OffloadKey]) -> Wait | None:
         """Begin to look up what `places` is asked for next, which waits for nothing then.
 
-        Return what waits until that is over, or takes too long; any thread may call it. None: there
-        is nothing to wait for.
+        Return what waits for the end of that, for a bounded time; any thread may call it. None:
+        there is nothing to wait for.
         """
         _, unknown = self._known(keys)
         if not unknown or self.is_stuck:
@@ -162,6 +163,17 @@ class Lookups:
             self.on_hidden(keys, FailureReason.IO_ERROR)
             return [None] * len(keys)
 
+    def hear(self, events: Iterable[SecondaryEvent]) -> None:
+        """Drop answers about records that come or go with events, which are told in order."""
+        for event in events:
+            if isinstance(event, Evicted):
+                self.forget(event.keys)
+            elif isinstance(event, Placed):
+                if event.keys:
+                    self._placed[event.ticket] = event.keys
+            elif isinstance(event, Committed):
+                self.forget(self._placed.pop(event.ticket, ()))
+
     def forget(self, keys: Iterable[OffloadKey]) -> None:
         """Drop answers about records that came or went."""
         for known in (self._young, self._old, self._ahead):
@@ -180,7 +192,7 @@ class Lookups:
         self._step_count += 1
         if self._step_count % _KEPT_STEPS == 0:
             self._young, self._old = {}, self._young
-            self._ahead = {}  # nobody came for them
+            self._ahead = {}  # they were not asked for
 
     def _known(
         self, keys: Sequence[OffloadKey]
@@ -198,20 +210,20 @@ class Lookups:
     ) -> Sequence[OffloadKey]:
         """Add what was looked up ahead to what is known; return the keys that were not.
 
-        Those whose lookup was waited for in vain are not waited for again.
+        A lookup that was waited for without an answer is not waited for again.
         """
-        late: set[OffloadKey] = set()
+        unanswered: set[OffloadKey] = set()
         questions, self._ahead_questions = self._ahead_questions, []
         for question in questions:
             if not question.reading.is_done:
                 self._ahead_questions.append(question)
-                late.update(question.keys)
+                unanswered.update(question.keys)
             elif question.reset_count == self._reset_count:
                 places = self._answer(question.reading, question.keys)
                 self._ahead.update(zip(question.keys, places, strict=True))
         known.update((key, self._ahead.pop(key)) for key in unknown if key in self._ahead)
-        self.on_hidden([key for key in unknown if key in late], FailureReason.STALLED)
-        return [key for key in unknown if key not in known and key not in late]
+        self.on_hidden([key for key in unknown if key in unanswered], FailureReason.STALLED)
+        return [key for key in unknown if key not in known and key not in unanswered]
 
     def _wait_for_places(self, reading: Reading[list[Place | None]]) -> None:
         seconds = max(self._places_seconds_max, _TURN_SECONDS_MAX)

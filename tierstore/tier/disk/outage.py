@@ -1,11 +1,11 @@
-"""Why a tier cannot be opened: does its device fail, or has the user to mend something?
+"""Why a tier cannot be opened: does its device fail, or does the user have to change something?
 
-its device fails      an error of the system that comes and goes (EIO, ENOSPC, EROFS, a vanished
+the device fails      an error of the system that comes and goes (EIO, ENOSPC, EROFS, a vanished
                       path, ...), an error of the library below, another process or thread that
-                      is stuck: the tier is out of use and tried again until it opens
-the user has to mend  a wrong configuration, another manifest, a catalog of another version or
-                      damaged for good, no permission, something in the way that is no
-                      directory: an error when the tiers are opened
+                      is stuck: the tier is out of use, and tried again until it opens
+the user has to act   a wrong configuration, another manifest, a catalog of another version or
+                      damaged beyond repair, no permission, something else than a directory in
+                      the way: an error when the tiers are opened
 """
 
 import errno
@@ -21,7 +21,7 @@ from tierstore.errors import (
 
 __all__ = ["may_pass"]
 
-_TO_BE_MENDED = {
+_FOR_THE_USER = {
     errno.EACCES,
     errno.EEXIST,
     errno.EISDIR,
@@ -35,7 +35,7 @@ _TO_BE_MENDED = {
 
 
 def may_pass(error: TierStoreError) -> bool:
-    """Return whether what kept a tier from being opened is its device's, and may pass by itself."""
+    """Return whether an error of opening a tier is its device's, and may pass by itself."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, BackendBusyError):
@@ -45,8 +45,8 @@ def may_pass(error: TierStoreError) -> bool:
         ):
             return False
         if isinstance(cause, OSError):
-            return cause.errno not in _TO_BE_MENDED
+            return cause.errno not in _FOR_THE_USER
         if not isinstance(cause, TierStoreError):
             return True  # of the library below
         cause = cause.__cause__
-    return False  # what we say ourselves is said to the user
+    return False  # errors without a cause are our own findings, for the user

@@ -1,4 +1,4 @@
-"""Records that stay where they are while somebody reads them."""
+"""Records that are not evicted while they are read."""
 
 from collections import Counter
 from collections.abc import Sequence

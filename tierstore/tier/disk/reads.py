@@ -1,65 +1,28 @@
-"""Reads of a catalog in a thread of its own: whoever asks waits for a bounded time.
+"""Reads of a catalog in a thread of its own: the caller waits for a bounded time.
 
-A catalog is read through a mapping, and a device that does not answer keeps the thread that touches
-a page of it. So all reads are done by one thread. One that has begun and makes no progress hangs in
-its device, if the interpreter was to be had; one that has not begun only waits for its turn.
+A catalog is read through a mapping, and a device that does not answer stops the thread that touches
+a page of it. So all reads are done by one thread, also those of one key: that takes 27 us instead
+of 5, but in the step's thread a page fault on a device that hangs would stop the engine. A read
+that has begun and makes no progress hangs in its device, if the interpreter was free meanwhile; one
+that has not begun only waits for its turn.
 """
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
-from typing import Generic, TypeVar
+from typing import TypeVar
 
-from tierstore.bounded_log import bounded
-from tierstore.errors import BackendError, TierStoreError
 from tierstore.io_pool import Mailbox, wait_for
+from tierstore.tier.reading import Reading
 
-__all__ = ["CatalogReads", "Reading"]
-
-_logger = bounded(logging.getLogger(__name__))
+__all__ = ["CatalogReads"]
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
 _SLICE_SECONDS = 0.01
 _LOOKS_MIN = 5
-"""Who waits gives the interpreter away so often before he calls a read hung."""
-
-
-class Reading(Generic[Answer]):
-    """One read, and what came of it."""
-
-    def __init__(self, call: Callable[[], Answer]) -> None:
-        self._call = call
-        self._answer: list[Answer] = []
-        self._error: BaseException | None = None
-        self.is_done = False
-
-    def run(self) -> None:
-        """Do it, in the thread."""
-        try:
-            self._answer.append(self._call())
-        except TierStoreError as error:
-            self._error = error
-        except Exception as error:  # the outermost frame of a thread: a bug must not end it
-            self._error = error
-            with suppress(MemoryError):
-                _logger.exception("read of a catalog failed")
-        self.is_done = True
-
-    def answer(self) -> Answer:
-        """Return the answer, or raise what the read raised.
-
-        Raises:
-            BackendError: it is not done.
-        """
-        if not self.is_done:
-            raise BackendError("its catalog does not answer; check the health of the device")
-        if self._error is not None:
-            raise self._error
-        return self._answer[0]
+"""A waiting caller releases the interpreter so often before it calls a read hung."""
 
 
 class CatalogReads:
@@ -87,7 +50,7 @@ class CatalogReads:
         return reading
 
     def progressing(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Pass items on, and take note of the progress that the thread makes by that."""
+        """Pass items on, and note the progress that the thread makes."""
         for item in items:
             self._step_count += 1
             yield item

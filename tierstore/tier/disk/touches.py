@@ -1,4 +1,8 @@
-"""Uses of records on their way to a catalog: they wait a moment, so that a burst is one message."""
+"""Uses of records on their way to a catalog: they wait a moment, so that a burst is one message.
+
+At once, a burst of loads would share the interpreter with the transactions that record it. What a
+kill loses is the order of that moment.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -32,12 +36,12 @@ class Touches:
         self._keys.extend(keys)
 
     def put_if_due(self) -> None:
-        """Tell the catalog of uses that have waited long enough."""
+        """Offer the uses to the catalog if they have waited long enough."""
         if self._keys and self._clock.seconds() - self._since > _WAIT_SECONDS:
             self.put()
 
     def put(self) -> None:
-        """Tell the catalog of all uses."""
+        """Offer all uses to the catalog."""
         keys, self._keys = self._keys, []
         for start in range(0, len(keys), _KEYS_MAX):
             self._offer(TouchKeys(tuple(keys[start : start + _KEYS_MAX])))

@@ -1,6 +1,6 @@
 """Making way in a tier that has room, but not in one piece."""
 
-from tierstore.tier.disk.secondary import SecondaryTier
+from tierstore.tier.secondary import SecondaryTier
 
 __all__ = ["Crowding"]
 

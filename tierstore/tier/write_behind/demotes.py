@@ -11,18 +11,18 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
 
-from tierstore.catalog.messages import Committed, Evicted, Placed, Refused
 from tierstore.key import OffloadKey, get_offload_group_idx
 from tierstore.layout import GroupSpec
 from tierstore.metrics import Counters, Metric
 from tierstore.tier.admission.protocol import Admission
-from tierstore.tier.disk.secondary import SecondaryTier
 from tierstore.tier.health import TierHealth, worst_reason
 from tierstore.tier.memory.primary import PrimaryTier
 from tierstore.tier.movements import MovementLog
+from tierstore.tier.secondary import SecondaryTier
 from tierstore.tier.write_behind.releases import Releases
 from tierstore.tier.write_behind.retries import Retries
 from tierstore.tier.write_behind.write_queue import WriteQueue
+from tierstore.tier_events import Committed, Evicted, Placed, Refused
 from tierstore.transfer import Command, Demote, FailureReason, JobId, TransferDone
 
 __all__ = ["Demotes"]
@@ -307,7 +307,6 @@ class Demotes:
             return
         written = writing.written
         if committed.reason is None:
-            self._secondary.on_recorded(written)
             self._withdraw(self._failed.on_recorded(written, committed.ticket))
             self._tell_of_recorded(written)
             if written:

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from tierstore.catalog.messages import Freed
-from tierstore.tier.disk.secondary import SecondaryTier
 from tierstore.tier.health import TierHealth
+from tierstore.tier.secondary import SecondaryTier
+from tierstore.tier_events import Freed
 from tierstore.transfer import JobId, Release, TransferDone
 
 __all__ = ["Releases"]

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from tierstore.key import OffloadKey
-from tierstore.tier.disk.secondary import SecondaryTier
 from tierstore.tier.health import TRIAL_CHUNKS, TierHealth
+from tierstore.tier.secondary import SecondaryTier
 from tierstore.tier.write_behind.crowding import Crowding
 from tierstore.tier.write_behind.failed_demotes import FailedDemotes
 
@@ -58,7 +58,7 @@ class Retries:
         if health.allows_write_trial or (health.is_write_failing and is_queue_empty):
             self.failed.begin_trial(TRIAL_CHUNKS)
         elif health.has_stalled and is_queue_empty and health.is_writable:
-            health.has_stalled = False
+            health.forget_stall()
             self.failed.retry_unasked()
 
     def take(self, chunk_count_max: int, *, is_releasing: bool) -> Sequence[OffloadKey] | None:

@@ -15,11 +15,11 @@ from itertools import chain
 
 import numpy as np
 
-from tierstore.catalog.messages import Placed
 from tierstore.key import OffloadKey
 from tierstore.layout import GroupSpec
-from tierstore.tier.disk.secondary import SecondaryTier
 from tierstore.tier.memory.primary import PrimaryTier
+from tierstore.tier.secondary import SecondaryTier
+from tierstore.tier_events import Placed
 from tierstore.transfer import Demote, JobId, TransferDone
 
 __all__ = ["WaitingDemote", "WriteQueue", "WritingDemote"]

@@ -1,7 +1,7 @@
-"""What becomes of the operations in a tier's mailbox: with its catalog, or while it has none.
+"""Hands the operations in a tier's mailbox to its catalog, or answers them while it has none.
 
-In the mailbox's thread. Without a catalog every request is refused and every commit fails; what a
-reset demands is owed to the catalog that comes, before anybody finds anything in it.
+In the mailbox's thread. Without a catalog every request is refused and every commit fails. Resets
+are kept for the catalog that is opened next, which does them before anything is found in it.
 """
 
 import logging
@@ -13,44 +13,42 @@ from typing import TYPE_CHECKING, TypeAlias
 from tierstore.bounded_log import bounded
 from tierstore.catalog.messages import (
     BeginEpoch,
-    Committed,
     CommitTicket,
     Evict,
     ForgetNamespace,
     Leave,
     Operation,
-    Refused,
     RequestPlaces,
-    SecondaryEvent,
 )
 from tierstore.errors import BackendError, CatalogError, ClosedError
 from tierstore.tier.disk.keeper import (
-    CatalogFound,
     CatalogLost,
     CatalogNews,
     CatalogOpened,
     OpenCatalog,
+    SegmentsFound,
 )
 from tierstore.tier.disk.reads import CatalogReads
+from tierstore.tier_events import Committed, Refused, SecondaryEvent
 from tierstore.transfer import FailureReason
 
 if TYPE_CHECKING:
     import threading
 
-__all__ = ["CatalogDesk", "CatalogEnd", "DeskItem"]
+__all__ = ["CatalogDispatcher", "CatalogEnd", "DispatcherItem"]
 
 _logger = bounded(logging.getLogger(__name__))
 
 
 @dataclass(frozen=True, slots=True)
 class CatalogEnd:
-    """Over: leave the catalog, flush and close it. Nothing of it is being read any more."""
+    """The tier closes, and nothing reads the catalog any more: leave, flush and close it."""
 
 
-DeskItem: TypeAlias = Operation | CatalogNews | CatalogEnd
+DispatcherItem: TypeAlias = Operation | CatalogNews | CatalogEnd
 
 
-class CatalogDesk:
+class CatalogDispatcher:
     """One thread calls `handle`; what is public may be read in any."""
 
     def __init__(self, name: str, reads: CatalogReads, look: Callable[[], None]) -> None:
@@ -61,7 +59,7 @@ class CatalogDesk:
         self.opened: OpenCatalog | None = None
         """The catalog in use; None: there is none now."""
         self.answers: deque[SecondaryEvent] = deque()
-        """Those of catalogs that were lost, and of none; the reader pops from the left."""
+        """Of lost catalogs, and while there was none; `poll` pops from the left."""
         self.forgotten_count = 0
         """How many `ForgetNamespace` were done."""
         self._forgotten_before = 0
@@ -71,11 +69,11 @@ class CatalogDesk:
         self._is_over = False
         self._given_up: threading.Event | None = None
 
-    def handle(self, items: Sequence[DeskItem]) -> None:
+    def handle(self, items: Sequence[DispatcherItem]) -> None:
         """Handle what has gathered in the mailbox, in order."""
         operations: list[Operation] = []
         for item in items:
-            if isinstance(item, CatalogOpened | CatalogLost | CatalogFound | CatalogEnd):
+            if isinstance(item, CatalogOpened | CatalogLost | SegmentsFound | CatalogEnd):
                 self._apply(operations)
                 operations = []
                 self._take(item)
@@ -93,7 +91,7 @@ class CatalogDesk:
                 self._lose(opened)
                 self._given_up = is_given_up
                 self._give_up()
-            case CatalogFound(opened, segments):
+            case SegmentsFound(opened, segments):
                 if opened is self.opened:
                     opened.writer.adopt_orphans(segments)
                     opened.writer.handle([Evict()])
@@ -122,7 +120,7 @@ class CatalogDesk:
         self.answers.extend(events)
         self.opened = None
         try:
-            # Nobody reads it when this has its turn.
+            # In the thread that reads it: no read is under way when this has its turn.
             self._reads.ask(opened.catalog.close)
         except ClosedError:
             opened.catalog.close()
@@ -133,8 +131,8 @@ class CatalogDesk:
         if opened is None:
             if self._owed:
                 _logger.error(
-                    "closed without its catalog, which has not recorded a reset: what it forgot "
-                    "will be found again, unless the path is removed: tier=%s",
+                    "closed before its catalog has recorded a reset: forgotten records will be "
+                    "found again unless the path is removed: tier=%s",
                     self._name,
                 )
             return
@@ -185,6 +183,6 @@ class CatalogDesk:
                 pass
 
     def _give_up(self) -> None:
-        """Say so when all that is being written for a lost catalog has ended."""
+        """Tell the keeper when all that is being written for a lost catalog has ended."""
         if self._given_up is not None and not self._lost_tickets:
             self._given_up.set()
