@@ -80,7 +80,7 @@ def stored_segments(config: SecondaryConfig, geometry: SpaceGeometry) -> dict[in
     try:
         with Directory.open(config.path) as base:
             for name in rank_directories(base).values():
-                if config.backend == "file":
+                if config.backend != "lmdb":
                     with base.subdirectory(name) as directory:
                         found = _segment_files(directory)
                 else:
@@ -157,7 +157,7 @@ def _rank_names(base: Directory) -> list[str]:
 
 def _own_names(config: SecondaryConfig, rank_count: int) -> "re.Pattern[str]":
     names = [re.escape(MARKER_NAME), "catalog", "owners", r"lost\+found"]
-    if config.backend == "file":
+    if config.backend != "lmdb":
         names.append(_RANK.pattern)
     else:
         names += [f"rank{rank}" for rank in range(rank_count)]
@@ -194,7 +194,7 @@ def _survey_directory(
     survey: "_Survey", base: Directory, name: str, config: SecondaryConfig
 ) -> None:
     own = {"catalog": _ENVIRONMENT, "owners": _OWNERS}.get(
-        name, _SEGMENTS if config.backend == "file" else _PAYLOAD
+        name, _SEGMENTS if config.backend != "lmdb" else _PAYLOAD
     )
     if not _is_directory(base, name):
         return

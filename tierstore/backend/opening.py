@@ -7,6 +7,7 @@ from typing import Protocol
 from tierstore.backend.file import FileBackend
 from tierstore.backend.inventory import rank_directories
 from tierstore.backend.lmdb import LmdbBackend
+from tierstore.backend.plug_in import open_plug_in
 from tierstore.backend.protocol import Backend
 from tierstore.codec.opening import open_codec
 from tierstore.config import SecondaryConfig
@@ -67,7 +68,7 @@ def open_backend(
             codec=codec,
             system=system,
         )
-    else:
+    elif config.backend == "lmdb":
         units, _ = measure_units(config.path, system)
         geometry = SpaceGeometry.of(config, manifest, rank_count, units)
         forbid_speculation(directory / "payload", system)
@@ -79,6 +80,11 @@ def open_backend(
             tier=config.path,
             codec=codec,
             system=system,
+        )
+    else:
+        SpaceGeometry.of(config, manifest, rank_count)
+        return open_plug_in(
+            config, manifest, rank=rank, rank_count=rank_count, codec=codec, system=system
         )
     backend.open()
     return backend

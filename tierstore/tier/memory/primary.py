@@ -46,7 +46,9 @@ class PrimaryTier:
             ValueError: a slot size is not a number of whole pages.
         """
         self._slots = SlotPool(config.capacity_bytes, slot_bytes)
-        self._policy = make_policy(config.eviction, self._slots.capacity_chunks)
+        self._policy = make_policy(
+            config.eviction, self._slots.capacity_chunks, config.eviction_options
+        )
         self.needs_use = self._policy.needs_use
         """Whether the policy goes by uses; if not, callers leave them out."""
         self._arrivals = Arrivals()
