@@ -81,7 +81,7 @@ class IoConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntegrityConfig:
-    """How one secondary tier keeps records that nobody else can make, or read."""
+    """Records of a secondary tier that only those who have the key can make, or read."""
 
     key_file: Path
     """See `key_file.read_key_file`; the keys themselves are no part of a configuration."""

@@ -136,11 +136,11 @@ class FaultSection(_Section):
     nth: int = Field(default=1, ge=1)
     """The first call that is struck, of those that match."""
     every: int = Field(default=1, ge=1)
-    """From there on, each so-manieth is."""
+    """From there on, every n-th one is."""
     times: int | None = Field(default=None, ge=1)
     """How often the rule strikes at most."""
     probability: float = Field(default=1.0, gt=0, le=1)
-    """With which it strikes each time."""
+    """Of a strike, each time."""
     latency: Duration = Field(default=0.1, ge=0, json_schema_extra={"default": "100ms"})
     """How much longer the call takes."""
     at: Size | None = None
@@ -208,7 +208,7 @@ class IoSection(_Section):
 
 
 class IntegritySection(_Section):
-    """How one secondary tier keeps records that nobody else can make, or read."""
+    """Records of a secondary tier that only those who have the key can make, or read."""
 
     key_file: KeyPathText = Field(min_length=1)
     """A file with one key a line; `~` is expanded; relative to the folder of the YAML file."""

@@ -20,7 +20,7 @@ from tierstore.policy.use import UNKNOWN_USE, UseContext
 __all__ = ["ArcPolicy"]
 
 _DIGEST_MASK = (1 << 60) - 1
-"""Larger numbers take 16 bytes more."""
+"""An `int` of more bits takes more memory."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,9 +48,9 @@ class ArcPolicy:
     ghosts are bounded by |T1| + |B1| <= c and all four <= 2c even if more than c keys are resident,
     which happens when the tier holds slots of several sizes.
 
-    A ghost is 60 bits of its key's hash, since nobody ever asks for the key itself: 32 bytes, a key
-    has 80. Two keys that share a digest, one pair in 10^18, could make a stranger pass for a ghost,
-    which is a worse guess of what to keep and never a wrong hit.
+    A ghost is 60 bits of its key's hash, 32 bytes instead of 80, since its key is never returned.
+    Two keys may share a digest, one pair in 10^18: a key never seen then passes for a ghost. That
+    is a worse guess of what to keep, and never a wrong hit.
     """
 
     needs_use = False
@@ -64,8 +64,8 @@ class ArcPolicy:
         self._t1, self._t2 = KeyQueue(), KeyQueue()
         self._b1, self._b2 = GhostQueue(), GhostQueue()
         self._returning: set[int] = set()
-        """Keys that were missed together with a ghost and are not inserted yet: the others are no
-        ghosts, since a key that is on its way cannot be evicted."""
+        """Digests of keys that missed together with a ghost and are not inserted yet. `insert` need
+        not look for ghosts among other keys: a key on its way cannot be evicted."""
 
     def locate(self, keys: Sequence[OffloadKey]) -> list[int | None]:
         """Return the slot of each resident key, None for others."""
@@ -196,7 +196,7 @@ class ArcPolicy:
         self._t1.push(list(compress(keys, was_stranger)), compress(slots, was_stranger))
 
     def _evict_chosen(self, plan: EvictionPlan) -> list[int]:
-        """Evict what the caller has chosen among our victims: p adapts as if we had."""
+        """Evict what the caller has chosen among the victims; p adapts as in `victims`."""
         digests = _digests(plan.incoming)
         if not self._no_ghost_in(digests):
             t1 = self._t1.table

@@ -1,7 +1,6 @@
 """Slots that are reserved and cannot be read yet."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterable, Sequence
 
 from tierstore.key import OffloadKey
 from tierstore.tier.memory.refusal import refusal_of_first, require_distinct
@@ -17,17 +16,16 @@ class Arrivals:
     Calls that break a precondition raise `ValueError` and change nothing; `what` names the call.
     """
 
-    __slots__ = ("_arriving", "_detached", "arriving")
+    __slots__ = ("_detached", "arriving")
 
     def __init__(self) -> None:
-        self._arriving: dict[OffloadKey, int] = {}
-        self.arriving: Mapping[OffloadKey, int] = MappingProxyType(self._arriving)
-        """Slots that have a key (a live view)."""
+        self.arriving: dict[OffloadKey, int] = {}
+        """Slots that have a key; only to be read."""
         self._detached: set[int] = set()
 
     def __len__(self) -> int:
         """Return how many slots are reserved, with a key or without."""
-        return len(self._arriving) + len(self._detached)
+        return len(self.arriving) + len(self._detached)
 
     @property
     def detached_count(self) -> int:
@@ -36,16 +34,11 @@ class Arrivals:
 
     def slots(self) -> list[int]:
         """Return all reserved slots."""
-        return [*self._arriving.values(), *self._detached]
-
-    def include_any(self, keys: Sequence[OffloadKey]) -> bool:
-        """Return whether any of the keys is arriving."""
-        arriving = self._arriving
-        return bool(arriving) and not arriving.keys().isdisjoint(keys)
+        return [*self.arriving.values(), *self._detached]
 
     def begin(self, keys: Sequence[OffloadKey], slots: Iterable[int]) -> None:
         """Let new keys arrive in slots."""
-        self._arriving.update(zip(keys, slots, strict=True))
+        self.arriving.update(zip(keys, slots, strict=True))
 
     def end(self, what: str, keys: Sequence[OffloadKey]) -> list[int]:
         """Let keys arrive no longer; return their slots.
@@ -53,7 +46,7 @@ class Arrivals:
         Raises:
             ValueError: a key came twice or is not arriving.
         """
-        arriving = self._arriving
+        arriving = self.arriving
         slots = [arriving.pop(key, _NO_SLOT) for key in keys]
         if _NO_SLOT in slots:
             # Put them back before naming the key: a repeated key popped its slot only once.

@@ -15,7 +15,7 @@ class PinCounts:
 
     def __init__(self) -> None:
         self.by_key: dict[OffloadKey, int] = {}
-        """To be read only: policies ask it for every key, and a view would double that."""
+        """Only to be read. Policies look up every victim, and a read-only view would be slower."""
 
     def __len__(self) -> int:
         """Return how many keys are pinned, each counted once."""

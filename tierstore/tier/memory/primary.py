@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ from tierstore.policy import make_policy
 from tierstore.policy.plan import EvictionPlan
 from tierstore.policy.use import UNKNOWN_USE, UseContext
 from tierstore.tier.memory.arrivals import Arrivals
+from tierstore.tier.memory.eviction import plan_eviction
 from tierstore.tier.memory.pin_counts import PinCounts
 from tierstore.tier.memory.refusal import refusal, refusal_of_first, require_distinct
 from tierstore.tier.memory.slot_pool import SlotPool
@@ -52,6 +54,7 @@ class PrimaryTier:
         self.needs_use = self._policy.needs_use
         """Whether the policy goes by uses; if not, callers leave them out."""
         self._arrivals = Arrivals()
+        self._arriving_view = MappingProxyType(self._arrivals.arriving)
         self._pins = PinCounts()
         self._known_new: Sequence[OffloadKey] | None = None
         """The list of which `are_new` returned True. It stays true until the next `reserve` or
@@ -73,10 +76,11 @@ class PrimaryTier:
 
         The next `reserve` does not look again if it is of the same list; leave that as it is.
         """
+        arriving = self._arrivals.arriving
         is_new = (
             (len(keys) == 1 or len(set(keys)) == len(keys))
             and not self._policy.holds_any(keys)
-            and not self._arrivals.include_any(keys)
+            and (not arriving or arriving.keys().isdisjoint(keys))
         )
         self._known_new = keys if is_new else None
         return is_new
@@ -84,7 +88,7 @@ class PrimaryTier:
     @property
     def arriving(self) -> Mapping[OffloadKey, int]:
         """Slots that are reserved but not yet readable, by key (a live view)."""
-        return self._arrivals.arriving
+        return self._arriving_view
 
     def reserve(
         self, group_idx: int, keys: Sequence[OffloadKey], *, use: UseContext = UNKNOWN_USE
@@ -99,13 +103,13 @@ class PrimaryTier:
             ValueError: a key came twice, is resident or arriving, or the group is not cached.
         """
         slot_pool = self._slots
-        if not slot_pool.is_cached(group_idx):
+        if not slot_pool.is_cached[group_idx]:
             raise ValueError(f"reserve: group {group_idx} is not cached")
         if keys is not self._known_new and not self.are_new(keys):
             raise self._refusal_of_known("reserve", keys)
         self._known_new = None
         count = len(keys)
-        plan = self._plan_eviction(group_idx, keys, use)
+        plan = plan_eviction(self._policy, slot_pool, self._pins.by_key, group_idx, keys, use=use)
         if plan is None:
             return None
         slots = self._policy.evict(plan)
@@ -319,28 +323,6 @@ class PrimaryTier:
         order = self._policy.victims(len(self._policy) + 1, ()).keys
         slots = self._policy.locate(order)
         return {key: slot for key, slot in zip(order, slots, strict=True) if slot is not None}
-
-    def _plan_eviction(
-        self, group_idx: int, keys: Sequence[OffloadKey], use: UseContext
-    ) -> EvictionPlan | None:
-        slots, policy = self._slots, self._policy
-        shortage = len(keys) - slots.free_count(group_idx)
-        if shortage <= 0:
-            return EvictionPlan([], keys, use)
-        pinned = self._pins.by_key
-        if slots.uniform_slot_count is not None:
-            plan = policy.victims(shortage, pinned, keys, use)
-            return plan if len(plan.keys) == shortage else None
-        asked = shortage
-        while True:
-            victims = policy.victims(asked, pinned, keys, use).keys
-            victim_slots = [slot for slot in policy.locate(victims) if slot is not None]
-            chosen = slots.choose(group_idx, shortage, victim_slots)
-            if chosen is not None:
-                return EvictionPlan([victims[position] for position in chosen], keys, use)
-            if len(victims) < asked:
-                return None
-            asked *= 2
 
     def _refusal_of_known(self, what: str, keys: Sequence[OffloadKey]) -> ValueError:
         """Return the error that names the key because of which `are_new` returned False."""

@@ -34,6 +34,8 @@ class SlotPool:
             )
         self._group_class = [sizes.index(size) if size else -1 for size in slot_bytes]
         self._class_count = max(1, len(sizes))
+        self.is_cached = [size > 0 for size in slot_bytes]
+        """Per group: it has slots."""
         self._slots: UniformSlots | SlabSlots = (
             SlabSlots(capacity_bytes, sizes)
             if len(sizes) > 1
@@ -46,10 +48,6 @@ class SlotPool:
         """About how many chunks the pool holds."""
         self.uniform_slot_count = None if len(sizes) > 1 else capacity_bytes // largest
         """How many slots there are, if all have one size and serve any group; else None."""
-
-    def is_cached(self, group_idx: int) -> bool:
-        """Return whether the group has slots."""
-        return self._group_class[group_idx] >= 0
 
     def free_count(self, group_idx: int) -> int:
         """Return how many chunks of a cached group find room without an eviction."""
