@@ -14,7 +14,7 @@ The data plane needs `payload_map_bytes` alone; how long a segment is stands in 
 """
 
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Self
 
 from tierstore.config import SecondaryConfig
 from tierstore.device.block_units import PAGE_UNITS, BlockUnits
@@ -101,7 +101,7 @@ class SpaceGeometry:
             ConfigError: the capacity is too small for the catalog and one segment.
         """
         strides = _strides(config, manifest)
-        is_file = config.backend == "file"
+        is_file = config.backend != "lmdb"
         payload_pages = _payload_pages(config, config.capacity_bytes, rank_count, units)
         least_bytes = _least_bytes(config, strides, rank_count, units)
         if least_bytes > config.capacity_bytes:
@@ -251,7 +251,7 @@ def _payload_pages(
     config: SecondaryConfig, capacity_bytes: int, rank_count: int, units: BlockUnits
 ) -> int:
     """Return the pages of one rank that payload may have; none if they are less."""
-    is_file = config.backend == "file"
+    is_file = config.backend != "lmdb"
     catalog_bytes = _CATALOG_BYTES_MIN if is_file else _lmdb_catalog_bytes(capacity_bytes)
     pages = capacity_bytes // PAGE_BYTES - _misc_pages(rank_count, units, is_file=is_file)
     pages -= units.whole(-(-catalog_bytes // PAGE_BYTES))
@@ -265,7 +265,7 @@ def _payload_pages(
 
 def _space_pages(config: SecondaryConfig, payload_pages: int, strides: set[int]) -> int:
     """Return the pages of one rank that records can reliably have."""
-    if config.backend == "file":
+    if config.backend != "lmdb":
         return payload_pages
     fill = _LMDB_FILL_ONE_SIZE if len(strides) == 1 else _LMDB_FILL_MIXED
     slack_pages = _LMDB_SLACK_RECORDS * max(strides) if len(strides) > 1 else 0
@@ -304,7 +304,7 @@ def _strides(config: SecondaryConfig, manifest: Manifest) -> set[int]:
     return {_stride_pages(size, config.backend) for size in sizes if size} or {1}
 
 
-def _stride_pages(payload_bytes: int, backend: Literal["file", "lmdb"]) -> int:
+def _stride_pages(payload_bytes: int, backend: str) -> int:
     if backend == "lmdb":
         payload_bytes = lmdb_body_bytes(payload_bytes) + _LMDB_PAGE_HEADER_BYTES
     return -(-payload_bytes // PAGE_BYTES)

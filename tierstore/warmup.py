@@ -66,7 +66,9 @@ def patient_config(config: StoreConfig) -> StoreConfig:
         replace(tier, io=replace(tier.io, write_queue_bytes=queue_bytes))
         for tier in config.secondary
     ]
-    if not any(make_admission(tier.cascade).admits_arrivals for tier in tiers):
+    if not any(
+        make_admission(tier.cascade, tier.cascade_options).admits_arrivals for tier in tiers
+    ):
         tiers[0] = replace(tiers[0], cascade="write_through")
     return replace(config, secondary=tuple(tiers))
 

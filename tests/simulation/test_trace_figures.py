@@ -52,10 +52,10 @@ def hit_ratio(requests, name, capacity):
             if key in resident:
                 policy.touch([key])
                 continue
-            victims = policy.victims(max(len(policy) + 1 - capacity, 0), (), [key])
-            policy.evict(victims, [key])
+            plan = policy.victims(max(len(policy) + 1 - capacity, 0), (), [key])
+            policy.evict(plan)
             policy.insert([key], [0])
-            resident.difference_update(victims)
+            resident.difference_update(plan.keys)
             resident.add(key)
     return hit_count / asked_count
 

@@ -66,7 +66,7 @@ def _rank_names(base: Directory) -> list[str]:
 
 def _own_names(config: SecondaryConfig, rank_count: int) -> "re.Pattern[str]":
     names = [re.escape(MARKER_NAME), "catalog", "owners", r"lost\+found"]
-    if config.backend == "file":
+    if config.backend != "lmdb":
         names.append(RANK_PATTERN.pattern)
     else:
         names += [f"rank{rank}" for rank in range(rank_count)]
@@ -103,7 +103,7 @@ def _survey_directory(
     survey: "_Survey", base: Directory, name: str, config: SecondaryConfig
 ) -> None:
     own = {"catalog": _ENVIRONMENT, "owners": _OWNERS}.get(
-        name, _SEGMENTS if config.backend == "file" else _PAYLOAD
+        name, _SEGMENTS if config.backend != "lmdb" else _PAYLOAD
     )
     if not _is_directory(base, name):
         return

@@ -37,7 +37,7 @@ def stored_segments(config: SecondaryConfig, geometry: SpaceGeometry) -> dict[in
     try:
         with Directory.open(config.path) as base:
             for name in rank_directories(base).values():
-                if config.backend == "file":
+                if config.backend != "lmdb":
                     with base.subdirectory(name) as directory:
                         found = _segment_files(directory)
                 else:

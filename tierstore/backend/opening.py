@@ -7,6 +7,7 @@ from typing import Protocol, cast
 
 from tierstore.backend.lmdb.backend import LmdbBackend
 from tierstore.backend.names import rank_directories
+from tierstore.backend.plug_in import open_plug_in
 from tierstore.backend.protocol import Backend, PoolRegion
 from tierstore.backend.segments.backend import FileBackend
 from tierstore.codec.opening import open_codec
@@ -90,7 +91,7 @@ def open_backend(
             codec=codec,
             system=system,
         )
-    else:
+    elif config.backend == "lmdb":
         units, _ = measure_units(config.path, system)
         geometry = SpaceGeometry.of(config, manifest, rank_count, units)
         forbid_speculation(directory / "payload", system)
@@ -102,6 +103,11 @@ def open_backend(
             tier=config.path,
             codec=codec,
             system=system,
+        )
+    else:
+        SpaceGeometry.of(config, manifest, rank_count)
+        return open_plug_in(
+            config, manifest, rank=rank, rank_count=rank_count, codec=codec, system=system
         )
     backend.open()
     return backend

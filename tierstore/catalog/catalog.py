@@ -156,7 +156,7 @@ class Catalog:
             databases = Databases(env)
             # A segment has a row before it has a file: what is listed now and has none then is
             # nobody's. What is in an lmdb tier is bounded by its map, whoever wrote it.
-            is_file = config.backend == "file"
+            is_file = config.backend != "lmdb"
             segments = stored_segments(config, geometry) if is_file else {}
             foreign = foreign_content(config, rank_count=geometry.rank_count)
             with _numbers_in_range(), env.write() as txn:
@@ -219,7 +219,7 @@ class Catalog:
         """
         segments = stored_segments(self._config, self.geometry)
         # What is in an lmdb tier is bounded by its map, and charged nothing while it is removed.
-        return segments if self._config.backend == "file" else dict.fromkeys(segments, 0)
+        return segments if self._config.backend != "lmdb" else dict.fromkeys(segments, 0)
 
     def segments_in_use(self, segments: Iterable[int]) -> frozenset[int]:
         """Return those of the segments that have records, or into which some are being written.

@@ -3,6 +3,8 @@
 import logging
 import secrets
 
+from xxhash import xxh3_64_intdigest
+
 from tierstore.backend.inventory import stored_segments, trim_segments
 from tierstore.bounded_log import bounded
 from tierstore.catalog.check import verify_sums
@@ -43,6 +45,8 @@ __all__ = [
 _logger = bounded(logging.getLogger(__name__))
 
 _BACKENDS = ("file", "lmdb")
+_PLUG_IN_MIN = 1 << 63
+"""Numbers of backends that are plug-ins, from here on."""
 _FIRST_NUMBER_MAX = 1 << 30
 """Segments and owners have 31 bits: half of them are left to count on."""
 _FIRST_ID_MAX = 1 << 48
@@ -127,7 +131,7 @@ def enter_state(
         CatalogDamagedError: rows contradict each other; or, in a file that `is_suspect`, us.
         ConfigError: the path belongs to another kind of tier.
     """
-    backend = _BACKENDS.index(config.backend)
+    backend = _backend_number(config.backend)
     rank_count = geometry.rank_count
     state = Space.read_state(txn, databases)
     if state is None:
@@ -139,15 +143,22 @@ def enter_state(
     verify_sums(txn, databases, state)
     _require_kind(config, state, backend, rank_count, is_suspect=is_suspect)
     release_orphans(txn, databases, state, segments)
-    if config.backend == "file":
+    if config.backend != "lmdb":
         trim_segments(config, _charged_segments(txn, databases))
     return state
+
+
+def _backend_number(name: str) -> int:
+    """Return what tells a backend from others in the rows; of a plug-in, a digest of its name."""
+    if name in _BACKENDS:
+        return _BACKENDS.index(name)
+    return xxh3_64_intdigest(name.encode()) | _PLUG_IN_MIN
 
 
 def _require_kind(
     config: SecondaryConfig, state: StateRow, backend: int, rank_count: int, *, is_suspect: bool
 ) -> None:
-    if state.backend >= len(_BACKENDS) or not 0 < state.rank_count < _RANK_COUNT_END:
+    if len(_BACKENDS) <= state.backend < _PLUG_IN_MIN or not 0 < state.rank_count < _RANK_COUNT_END:
         raise CatalogDamagedError("nobody can say which kind of tier it is of")
     is_ours = state.backend == backend
     is_ours &= config.backend != "lmdb" or state.rank_count == rank_count

@@ -53,9 +53,16 @@ def parse_document(raw: object, *, is_python: bool) -> Document:
         details = error.errors(include_url=False)
     except (ValueError, OverflowError) as error:  # what the library itself stumbles over
         raise ConfigError(f"the mapping cannot be read: {named(error)}") from None
-    # Not chained: the library's own text quotes every wrong value, however large.
     shown = [_describe(detail) for detail in details[:PROBLEM_COUNT_MAX]]
-    raise problems_of(shown, len(details))
+    # Not chained: the library's own text quotes every wrong value, however large. What a plug-in
+    # raised when it was imported is, with the place where it went wrong.
+    raise problems_of(shown, len(details)) from _first_cause(details)
+
+
+def _first_cause(details: Sequence[ErrorDetails]) -> BaseException | None:
+    errors = (detail.get("ctx", {}).get("error") for detail in details)
+    causes = (error.__cause__ for error in errors if isinstance(error, ValueError))
+    return next(filter(None, causes), None)
 
 
 def _describe(detail: ErrorDetails) -> str:

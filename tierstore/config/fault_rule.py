@@ -12,7 +12,7 @@ FaultKind = Literal[
 ]
 """What happens to a call:
 
-`error`: it fails with `error` and changes nothing. `memory`: there is none, a `MemoryError`.
+`error`: it fails with `error` and changes nothing. `memory`: it raises `MemoryError`.
 `short`: it moves fewer bytes than it was asked for. `torn`: it does a part, then fails with
 `error`. `flip`: one bit of the bytes that it moves is wrong. `zero`: a sector of them is zeros.
 `lose`: it does nothing and reports success. `latency`: it takes longer. `hang`: it ends when the

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tierstore.config.model import SecondaryConfig, StoreConfig
+from tierstore.config.plug_ins import BUILT_IN_NAMES
 from tierstore.config.problems import problem_at, problems_of
 from tierstore.config.real_paths import real_paths
 from tierstore.config.text_file import read_text
@@ -54,7 +55,8 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, object]) -> StoreC
     try:
         return _check(parse_yaml(read_text(path)), path.parent, is_python=False)
     except ConfigError as error:
-        raise ConfigError(f"{escaped(path, _PATH_CHARS_MAX)}: {error}") from None
+        text = f"{escaped(path, _PATH_CHARS_MAX)}: {error}"
+        raise ConfigError(text) from error.__cause__
 
 
 def check_config(config: StoreConfig) -> StoreConfig:
@@ -142,7 +144,9 @@ def _require_whole_paths(document: "Document") -> None:
 
 
 def _impossible_keys(document: "Document") -> Iterator[str]:
+    yield from _idle_options("primary", document.primary, ("eviction",))
     for tier_idx, tier in enumerate(document.secondary):
+        yield from _idle_options(f"secondary[{tier_idx}]", tier, ("backend", "cascade"))
         if tier.backend == "lmdb" and "mode" in tier.io.model_fields_set:
             yield (
                 f"secondary[{tier_idx}].io.mode: the lmdb backend has no I/O modes; "
@@ -155,6 +159,15 @@ def _impossible_keys(document: "Document") -> Iterator[str]:
                 f"{breaker.retry_after_max:g} s is shorter than retry_after "
                 f"({breaker.retry_after:g} s); give at least that"
             )
+
+
+def _idle_options(where: str, section: object, keys: Sequence[str]) -> Iterator[str]:
+    """Options are for plug-ins: a built-in part would silently ignore them."""
+    built_in = {name for names in BUILT_IN_NAMES.values() for name in names}
+    for key in keys:
+        name = getattr(section, key)
+        if getattr(section, f"{key}_options") and name in built_in:
+            yield f"{where}.{key}_options: {key} {name!r} is built in and has none; remove the key"
 
 
 def _impossible_tiers(tiers: Sequence[SecondaryConfig]) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """The configuration as the rest of tierstore sees it: frozen dataclasses, every size in bytes."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -22,6 +23,7 @@ __all__ = [
 ]
 
 Cascade = Literal["write_through", "on_evict", "second_touch"]
+"""The rules that are built in."""
 IoMode = Literal["direct", "buffered", "mmap"]
 OnReset = Literal["forget", "keep_disk"]
 
@@ -34,7 +36,10 @@ class PrimaryConfig:
 
     capacity_bytes: int
     """Host memory for chunks, per worker; rounded down to whole slots."""
-    eviction: Literal["lru", "arc"] = "arc"
+    eviction: str = "arc"
+    """`lru`, `arc`, or a plug-in."""
+    eviction_options: Mapping[str, object] = field(default_factory=dict, hash=False)
+    """Keyword arguments for a plug-in."""
     pinned: Literal["auto", "never"] = "auto"
     """`auto` pins the pool where CUDA is there, with a warning where pinning is refused."""
     huge_pages: bool = True
@@ -76,7 +81,7 @@ class IoConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntegrityConfig:
-    """How one secondary tier keeps records that nobody else can make, or read."""
+    """Records of a secondary tier that only those who have the key can make, or read."""
 
     key_file: Path
     """See `key_file.read_key_file`; the keys themselves are no part of a configuration."""
@@ -89,15 +94,21 @@ class SecondaryConfig:
     """One tier on disk."""
 
     name: str
-    backend: Literal["file", "lmdb"]
+    backend: str
+    """`file`, `lmdb`, or a plug-in, whose records are placed and accounted as those of `file`."""
     path: Path
     capacity_bytes: int
     """Hard limit of all bytes below `path`: catalog, every rank and every engine included."""
-    cascade: Cascade = "write_through"
+    cascade: str = "write_through"
+    """A `Cascade`, or a plug-in."""
     eviction: Literal["lru"] = "lru"
     io: IoConfig = field(default_factory=IoConfig)
     integrity: IntegrityConfig | None = None
     """None: records have checksums, which find accidents only."""
+    backend_options: Mapping[str, object] = field(default_factory=dict, hash=False)
+    """Keyword arguments for a plug-in."""
+    cascade_options: Mapping[str, object] = field(default_factory=dict, hash=False)
+    """Keyword arguments for a plug-in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,9 +23,13 @@ from tierstore.config.model import (
     StoreConfig,
 )
 from tierstore.config.values import (
+    AdmissionName,
+    BackendName,
     Duration,
     KeyPathText,
+    Options,
     PathText,
+    PolicyName,
     PositiveSize,
     Size,
     VersionNumber,
@@ -69,8 +73,10 @@ class PrimarySection(_Section):
 
     capacity: PositiveSize = Field(le=64 << 40)
     """Host memory for chunks, per worker process; rounded down to whole slots."""
-    eviction: Literal["lru", "arc"] = "arc"
+    eviction: PolicyName = "arc"
     """Which chunk leaves first."""
+    eviction_options: Options = Field(default={})
+    """What a plug-in that `eviction` names is given, by the names of its arguments."""
     pinned: Literal["auto", "never"] = "auto"
     """`auto` pins the memory where CUDA is there; `never` leaves it pageable."""
     huge_pages: bool = True
@@ -83,6 +89,7 @@ class PrimarySection(_Section):
         return PrimaryConfig(
             capacity_bytes=self.capacity,
             eviction=self.eviction,
+            eviction_options=self.eviction_options,
             pinned=self.pinned,
             huge_pages=self.huge_pages,
             hugetlb=self.hugetlb,
@@ -129,11 +136,11 @@ class FaultSection(_Section):
     nth: int = Field(default=1, ge=1)
     """The first call that is struck, of those that match."""
     every: int = Field(default=1, ge=1)
-    """From there on, each so-manieth is."""
+    """From there on, every n-th one is."""
     times: int | None = Field(default=None, ge=1)
     """How often the rule strikes at most."""
     probability: float = Field(default=1.0, gt=0, le=1)
-    """With which it strikes each time."""
+    """Of a strike, each time."""
     latency: Duration = Field(default=0.1, ge=0, json_schema_extra={"default": "100ms"})
     """How much longer the call takes."""
     at: Size | None = None
@@ -201,7 +208,7 @@ class IoSection(_Section):
 
 
 class IntegritySection(_Section):
-    """How one secondary tier keeps records that nobody else can make, or read."""
+    """Records of a secondary tier that only those who have the key can make, or read."""
 
     key_file: KeyPathText = Field(min_length=1)
     """A file with one key a line; `~` is expanded; relative to the folder of the YAML file."""
@@ -220,13 +227,13 @@ class SecondarySection(_Section):
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
     """Names the tier in logs and metrics: letters, digits, `_`, `.`, `-`."""
-    backend: Literal["file", "lmdb"]
+    backend: BackendName
     """`file`: segment files, for large tiers; `lmdb`: one database file, for small ones."""
     path: PathText = Field(min_length=1)
     """A directory of its own; `~` is expanded; relative to the folder of the YAML file."""
     capacity: PositiveSize
     """Hard limit of all bytes below `path`: catalog, every rank and every engine included."""
-    cascade: Literal["write_through", "on_evict", "second_touch"] = "write_through"
+    cascade: AdmissionName = "write_through"
     """When chunks are written: at once, when memory evicts them, or at their second use."""
     eviction: Literal["lru"] = "lru"
     """Which record leaves first."""
@@ -235,6 +242,10 @@ class SecondarySection(_Section):
         default=None, json_schema_extra=_leave_out_none
     )
     """Needs the extra `integrity`. Records that were made without the key are misses."""
+    backend_options: Options = Field(default={})
+    """What a plug-in that `backend` names is given, by the names of its arguments."""
+    cascade_options: Options = Field(default={})
+    """What a plug-in that `cascade` names is given, by the names of its arguments."""
 
     def build(self, folder: Path) -> SecondaryConfig:
         """Return the section as the rest of tierstore sees it; `folder` bases a relative path."""
@@ -247,6 +258,8 @@ class SecondarySection(_Section):
             eviction=self.eviction,
             io=self.io.build(folder),
             integrity=None if self.integrity is None else self.integrity.build(folder),
+            backend_options=self.backend_options,
+            cascade_options=self.cascade_options,
         )
 
 

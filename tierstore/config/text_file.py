@@ -1,4 +1,4 @@
-"""A file of text that somebody may have made too large, or of another kind than a file."""
+"""A small file of text, whatever a path really leads to."""
 
 import os
 import stat
@@ -22,7 +22,7 @@ def read_text(path: Path) -> str:
         ConfigError: says what is wrong with the file.
     """
     try:
-        # A pipe would be waited for until somebody writes to it.
+        # To open a pipe would wait for a writer.
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
         with open(fd, "rb") as file:  # noqa: PTH123 - of a descriptor
             if not stat.S_ISREG(os.fstat(fd).st_mode):

@@ -3,15 +3,32 @@
 import os
 import unicodedata
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema
 
+from tierstore.config.plug_ins import (
+    BUILT_IN_NAMES,
+    PLUG_IN_NAME_PATTERN,
+    PlugInGroup,
+    find_plug_in,
+)
 from tierstore.config.units import DURATION_PATTERN, SIZE_PATTERN, parse_duration, parse_size
 from tierstore.key_file import looks_like_key
 from tierstore.quoting import quoted
 
-__all__ = ["Duration", "KeyPathText", "PathText", "PositiveSize", "Size", "VersionNumber"]
+__all__ = [
+    "AdmissionName",
+    "BackendName",
+    "Duration",
+    "KeyPathText",
+    "Options",
+    "PathText",
+    "PolicyName",
+    "PositiveSize",
+    "Size",
+    "VersionNumber",
+]
 
 
 def _schema(pattern: str, example: str) -> WithJsonSchema:
@@ -73,6 +90,25 @@ def _key_path(raw: object) -> object:
     return _path_text(raw)
 
 
+def _plug_in_name(group: PlugInGroup) -> BeforeValidator:
+    """Accept the built-in names of a group, and those of plug-ins that can be imported."""
+
+    def check(raw: object) -> object:
+        if raw not in BUILT_IN_NAMES[group]:
+            find_plug_in(group, raw)
+        return raw
+
+    return BeforeValidator(check)
+
+
+def _plug_in_schema(group: PlugInGroup) -> WithJsonSchema:
+    """Describe the names so that an editor offers the built-in ones."""
+    names = list(BUILT_IN_NAMES[group])
+    return WithJsonSchema(
+        {"anyOf": [{"enum": names}, {"type": "string", "pattern": PLUG_IN_NAME_PATTERN}]}
+    )
+
+
 _UNPRINTED = ("Cc", "Zl", "Zp")
 _NAME_BYTES_MAX = 255
 _NAME_COUNT_MAX = 100
@@ -82,5 +118,15 @@ Size = Annotated[int, BeforeValidator(_size), _schema(SIZE_PATTERN, "20GiB")]
 PositiveSize = Annotated[Size, Field(gt=0)]
 Duration = Annotated[float, BeforeValidator(_duration), _schema(DURATION_PATTERN, "2s")]
 PathText = Annotated[str, BeforeValidator(_path_text)]
+PolicyName = Annotated[
+    str, _plug_in_name(PlugInGroup.POLICIES), _plug_in_schema(PlugInGroup.POLICIES)
+]
+AdmissionName = Annotated[
+    str, _plug_in_name(PlugInGroup.ADMISSIONS), _plug_in_schema(PlugInGroup.ADMISSIONS)
+]
+BackendName = Annotated[
+    str, _plug_in_name(PlugInGroup.BACKENDS), _plug_in_schema(PlugInGroup.BACKENDS)
+]
+Options = dict[str, Any]
 KeyPathText = Annotated[str, BeforeValidator(_key_path)]
 VersionNumber = Annotated[Literal[1], BeforeValidator(_version)]

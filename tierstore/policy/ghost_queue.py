@@ -26,7 +26,7 @@ class GhostQueue:
 
     def __init__(self) -> None:
         self.members: set[int] = set()
-        """To be read only, and anew after every change."""
+        """Only to be read. Get it again after every change, which may replace it."""
         self._order: list[int] = []
         self._start = 0
         self._gone: dict[int, int] = {}

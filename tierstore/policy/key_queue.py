@@ -33,7 +33,7 @@ class KeyQueue:
 
     def __init__(self) -> None:
         self.table: dict[OffloadKey, int] = {}
-        """To be read only, and anew after every change: compaction puts another in its place."""
+        """Only to be read. Get it again after every change: compaction replaces it."""
         self._cold: list[OffloadKey] = []
         self._cold_start = 0
         self._stale: set[OffloadKey] = set()

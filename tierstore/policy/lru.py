@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 
 from tierstore.key import OffloadKey
 from tierstore.policy.key_queue import KeyQueue
+from tierstore.policy.plan import EvictionPlan
 from tierstore.policy.use import UNKNOWN_USE, UseContext
 
 __all__ = ["LruPolicy"]
@@ -50,20 +51,15 @@ class LruPolicy:
         self,
         count: int,
         pinned: Collection[OffloadKey],
-        incoming: Sequence[OffloadKey] = (),  # noqa: ARG002 - the protocol; LRU treats all alike
-        use: UseContext = UNKNOWN_USE,  # noqa: ARG002 - as in `insert`
-    ) -> list[OffloadKey]:
-        """Name the least recently used keys that are not pinned, oldest first."""
-        return self._order.peek(count, pinned)
+        incoming: Sequence[OffloadKey] = (),
+        use: UseContext = UNKNOWN_USE,
+    ) -> EvictionPlan:
+        """Plan the eviction of the least recently used keys that are not pinned, oldest first."""
+        return EvictionPlan(self._order.peek(count, pinned), incoming, use)
 
-    def evict(
-        self,
-        keys: Sequence[OffloadKey],
-        incoming: Sequence[OffloadKey] = (),  # noqa: ARG002 - as in `victims`
-        use: UseContext = UNKNOWN_USE,  # noqa: ARG002 - as in `insert`
-    ) -> list[int]:
-        """Remove victims; return their slots."""
-        return self._order.pop(keys)
+    def evict(self, plan: EvictionPlan) -> list[int]:
+        """Remove the victims; return their slots."""
+        return self._order.pop(plan.keys)
 
     def remove(self, keys: Sequence[OffloadKey]) -> list[int]:
         """Remove resident keys; return their slots."""

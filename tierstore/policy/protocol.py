@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from tierstore.key import OffloadKey
+from tierstore.policy.plan import EvictionPlan
 from tierstore.policy.use import UNKNOWN_USE, UseContext
 
 __all__ = ["EvictionPolicy"]
@@ -12,9 +13,10 @@ __all__ = ["EvictionPolicy"]
 class EvictionPolicy(Protocol):
     """The resident keys in order of eviction, each with the number of its slot.
 
-    The order needs a table of all resident keys anyway, so that table is also the index: a second
-    one would double the memory and the cost of every change. Beyond that a policy knows keys only;
-    slot numbers mean nothing to it, and bytes and pins are not its business.
+    The order needs a table of all resident keys anyway, so that table is also the index of the
+    primary tier. An index of its own beside the policy would take 50 bytes per chunk and one more
+    lookup for every change. Beyond that a policy knows keys only; slot numbers mean nothing to it,
+    and bytes and pins are not its business.
 
     Callers pass the keys of one prefix tail first, so that the head ends up youngest and a tail
     is evicted before its head. Every call is a batch and takes no lock. Policies trust their
@@ -22,16 +24,16 @@ class EvictionPolicy(Protocol):
 
     Room for a batch of misses is made by three calls:
 
-        victims(count, pinned, incoming)    changes nothing
-        evict(chosen, incoming)             at once; `chosen` may be empty when slots are free
-        insert(incoming, slots)             when the bytes have arrived; perhaps only some keys
-
-    Each is told the `UseContext` of its batch; a policy that goes by it sets `needs_use`, since
-    batches are cut by request then.
+        plan = victims(count, pinned, incoming)     changes nothing
+        slots = evict(plan)                         at once, before any other change
+        insert(incoming, slots)                     when the bytes have arrived; perhaps some keys
 
     Together they mean: every key of `incoming`, in order, misses, takes a free slot or else the
     victim's, and becomes resident, one after the other as in a textbook; the batch's own keys
     count as pinned until its end, since their slots must exist at the same time.
+
+    Each call is told the `UseContext` of its batch. A policy that goes by it sets `needs_use`;
+    batches are then cut by request.
     """
 
     needs_use: bool
@@ -60,29 +62,27 @@ class EvictionPolicy(Protocol):
         pinned: Collection[OffloadKey],
         incoming: Sequence[OffloadKey] = (),
         use: UseContext = UNKNOWN_USE,
-    ) -> list[OffloadKey]:
-        """Name the next `count` victims in order, skipping pinned keys; changes nothing.
+    ) -> EvictionPlan:
+        """Plan the eviction of the next `count` victims, in order, for `incoming`; change nothing.
 
-        `incoming` are the keys that room is made for (ARC's choice depends on its ghosts); the
-        first `len(incoming) - count` of them find a free slot. Victims beyond `len(incoming)` are
-        named as for keys that were never seen.
-        Returns fewer when fewer are evictable. O(count + pinned keys passed over).
+        Pinned keys are passed over. The first `len(incoming) - count` of `incoming` find a free
+        slot. Victims beyond `len(incoming)` are those for keys that were never seen. The plan has
+        fewer victims if fewer can be evicted. O(count + pinned keys passed over).
+
+        The plan keeps the lists that it was given; the caller leaves them as they are.
         """
 
-    def evict(
-        self,
-        keys: Sequence[OffloadKey],
-        incoming: Sequence[OffloadKey] = (),
-        use: UseContext = UNKNOWN_USE,
-    ) -> list[int]:
-        """Remove victims, in the order `victims` named them, and record the misses of `incoming`.
+    def evict(self, plan: EvictionPlan) -> list[int]:
+        """Remove the victims, in their order, and record the misses; return the victims' slots.
 
-        Returns the slots of `keys`.
+        The plan was made by `victims` of this policy, and nothing has changed since; or the caller
+        made it: of some victims of such a plan, in their order, or of none, when slots are free.
+
         A policy may remember the victims as ghosts and learn from misses of its ghosts.
         """
 
     def remove(self, keys: Sequence[OffloadKey]) -> list[int]:
-        """Remove resident keys without a trace (invalid bytes); return their slots."""
+        """Remove resident keys whose bytes are invalid, without a ghost; return their slots."""
 
     def clear(self) -> None:
         """Forget everything, ghosts included."""

@@ -13,7 +13,7 @@ class UseContext:
     """One request's use of a batch of chunks of one prefix.
 
     It is made once per request and batch, and passed by reference from the planner through the
-    tiers to policies, admissions and catalogs. Who does not ask for uses is given `UNKNOWN_USE`.
+    tiers to policies, admissions and catalogs. Those that do not need uses get `UNKNOWN_USE`.
     """
 
     request_id: str = ""
@@ -49,4 +49,4 @@ class UseContext:
 
 
 UNKNOWN_USE = UseContext()
-"""Nothing is known, or nobody has asked."""
+"""Nothing is known of a use, or it was not asked for."""

@@ -143,7 +143,7 @@ def _cascades(
     queue_bytes_min = max((group.chunk_bytes for group in groups), default=0)
     cascades: list[Cascade] = []
     for tier_idx, (tier, secondary) in enumerate(zip(config.secondary, secondaries, strict=True)):
-        admission = make_admission(tier.cascade)
+        admission = make_admission(tier.cascade, tier.cascade_options)
         health = TierHealth(secondary, tier.name, tier.io, clock, counters)
         demotes = Demotes(
             tier_idx=tier_idx,

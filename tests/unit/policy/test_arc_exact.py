@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from tierstore.key import OffloadKey
 from tierstore.policy.arc import ArcPolicy, _digests
+from tierstore.policy.plan import EvictionPlan
 from tierstore.testing.spread import spread_hash
 
 
@@ -73,10 +74,10 @@ def state_of(policy):
 def miss(policy, capacity, keys, pinned=()):
     """Make room and insert, as the primary tier does."""
     count = max(len(policy) + len(keys) - capacity, 0)
-    victims = policy.victims(count, pinned, keys)
-    if len(victims) < count:
+    plan = policy.victims(count, pinned, keys)
+    if len(plan.keys) < count:
         return False
-    policy.evict(victims, keys)
+    policy.evict(plan)
     policy.insert(keys, range(len(keys)))
     return True
 
@@ -172,7 +173,8 @@ def test_batches_that_never_arrive_leave_nothing_behind():
     ghost = key_of(2)
     assert list(policy._b1) == _digests([ghost])
     for number in range(1, 100):
-        policy.evict((), [ghost, *(key_of(1000 * number + i) for i in range(50))])
+        incoming = [ghost, *(key_of(1000 * number + i) for i in range(50))]
+        policy.evict(EvictionPlan([], incoming))
     assert len(policy._returning) <= 2 * 4 + 51
     assert miss(policy, 4, [ghost])
     assert ghost in policy._t2

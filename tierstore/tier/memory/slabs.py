@@ -1,4 +1,4 @@
-"""Slots of one or several sizes in one pool. Page numbers only; the bytes are somebody else's."""
+"""Free and used slots of one or several sizes in one pool, as page numbers."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -63,9 +63,9 @@ class SlabSlots:
     """Slots of several sizes: equal slabs, each cut into slots of one size while any is used.
 
         pool   |slab 0          |slab 1          |slab 2          |  rest: unused
-               |A   |A   |A   | |B  B  B  B  B  B| free: anyone's |
+               |A   |A   |A   | |B  B  B  B  B  B| free          |
 
-    A slab whose last slot was given back belongs to nobody and may be cut anew.
+    A slab whose last slot was given back is free: it may be cut into slots of any size.
     """
 
     def __init__(self, pool_bytes: int, class_slot_bytes: Sequence[int]) -> None:
@@ -125,14 +125,15 @@ class SlabSlots:
                 self._open_slabs[class_idx][slab] = None
 
     def choose(self, class_idx: int, shortage: int, slots: Sequence[int]) -> list[int] | None:
-        """Say which of `slots`, given up in this order, yield `shortage` more slots of a class.
+        """Return which of `slots`, given up in this order, yield `shortage` more slots of a class.
 
-        Returns positions in `slots`, ascending. None: all of them are not enough.
+        They are positions in `slots`, ascending. None: all of them are not enough.
 
-        They are the slots of the class, those of other classes whose whole slab comes free, and
-        the first of the rest, a few per slot asked for. Without these, the coldest chunks of a
-        class that stores little would stay for ever and be passed over by every call; with all of
-        them, one slot could cost a large part of another class whose slabs are mixed hot and cold.
+        Chosen are the slots of the class, those of other classes whose whole slab comes free, and
+        the first of the rest, a few per slot asked for. Without the rest, the coldest chunks of a
+        class that stores little would never leave, and every call would pass over them. With all of
+        the rest, one slot could cost a large part of another class whose slabs are mixed hot and
+        cold.
         """
         slab_pages, slab_class, slab_free = self._slab_pages, self._slab_class, self._slab_free
         gained = 0

@@ -1,0 +1,1 @@
+"""A tierstore plug-in: what urgent requests use stays longest in memory."""
