@@ -34,8 +34,8 @@ that is gone (its pages were given back); so is a payload of zeros whose checksu
 zeros.
 
 A checksum finds accidents. Whoever can write below the path can make a record with a right one;
-only keyed records are safe from that. Checksums lie here and not in the catalog, although that would
-save the header read of a partial extent: each rank has other bytes, and one catalog serves all.
+only keyed records are safe from that. Checksums lie here and not in the catalog, although that
+would save the header read of a partial extent: each rank has other bytes, one catalog serves all.
 """
 
 import struct
