@@ -22,7 +22,7 @@ _HUGE_PAGE_BYTES = 2 << 20
 
 
 class HostPool:
-    """One private mapping of zeroed bytes. Knows no device: who pins it registers `address`.
+    """One private mapping of zeroed bytes. It knows no device: whoever pins it registers `address`.
 
     Memory is taken from the kernel page by page at first touch. Who registers the memory with a
     device unregisters it before `close`.
@@ -31,13 +31,12 @@ class HostPool:
     def __init__(self, size_bytes: int, *, huge_pages: bool = False, hugetlb: bool = False) -> None:
         """Map `size_bytes`, rounded up to whole pages: huge ones with `hugetlb`.
 
-        `huge_pages` is a hint to the kernel; where it is not understood the pool is as good.
-        `hugetlb` takes reserved huge pages; where too few are free, a warning says so, and the
-        pool has ordinary ones.
+        `huge_pages` is a hint to the kernel; without support for it, nothing changes. `hugetlb`
+        takes reserved huge pages; if too few are free, it logs a warning and takes ordinary ones.
 
         Raises:
             ValueError: `size_bytes` is not positive.
-            ConfigError: the system has not that much address space or memory to promise.
+            ConfigError: the system cannot give that much address space or memory.
         """
         if size_bytes <= 0:
             raise ValueError(f"size_bytes: expected a positive size, got {size_bytes}")

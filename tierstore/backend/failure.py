@@ -1,4 +1,4 @@
-"""What becomes of a failed system call: a reason for the metrics, and one log line per cause."""
+"""A failed system call becomes a reason for the metrics, and one log line per cause."""
 
 import errno
 import logging
@@ -19,7 +19,7 @@ _REASONS = {
 }
 
 _SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
-"""The process, or the machine, is short of something for now; the device was not asked."""
+"""The process or the machine lacks a resource for now; the device was not asked."""
 
 
 def reason_of(error: OSError) -> FailureReason:
@@ -28,7 +28,7 @@ def reason_of(error: OSError) -> FailureReason:
 
 
 def unread_reason_of(error: OSError) -> FailureReason:
-    """Do as `reason_of` for a read: what was not tried is not held against its record."""
+    """Return `reason_of`, or STALLED for a read that was not tried: its record is not to blame."""
     return FailureReason.STALLED if error.errno in _SHORT else reason_of(error)
 
 
@@ -41,9 +41,9 @@ _this_thread = threading.local()
 
 
 def take_cause() -> str:
-    """Return what `FailureLog` was last told in this thread, once; empty: nothing.
+    """Return the last cause that this thread gave a `FailureLog`, once; empty: none.
 
-    For whoever calls a backend and is told a reason only.
+    For callers of a backend, which get a reason only.
     """
     cause: str = getattr(_this_thread, "cause", "")
     _this_thread.cause = ""

@@ -23,21 +23,22 @@ _BLOCK_BYTES = 512
 _REMOVED = re.compile(r"\.nfs[0-9a-f]{16,}", re.ASCII)
 
 _FOREIGN_BYTES_MAX = 16 << 10
-"""Of what is not ours: as much as the files around the records leave of what is set aside."""
+"""Foreign bytes that may stay: the share that is set aside for files around the records and that
+they do not need."""
 
 _FOREIGN_COUNT_MAX = 10_000
 _DIRECTORY_BYTES_MAX = 1 << 20
-"""Of the names in one directory: those of as many segments as a tier may ever have take less."""
+"""Of the names in one directory; those of all segments that a tier may have take less."""
 
 _NAMED_COUNT_MAX = 3
 _NAME_LENGTH_MAX = 320
 
 
 def foreign_content(config: SecondaryConfig, rank_count: int) -> str:
-    """Say why what lies below the path and is not the tier's cannot stay; empty: it can.
+    """Return why what lies below the path and is not the tier's cannot stay; empty: it can.
 
-    A little of it may. All of it counts against what was promised of the capacity, and nobody
-    could ever evict it. Modes of our files that are too wide are mended.
+    A little may stay. More would count against the capacity, and could never be evicted. Modes of
+    the tier's files that are too wide are tightened.
 
     Raises:
         BackendForeignError: something of ours belongs to another user.
@@ -135,7 +136,7 @@ def _is_directory(base: Directory, name: str) -> bool:
 
 
 class _Survey:
-    """What is not ours: how much of it, and the first names."""
+    """Foreign content: how much of it, and the largest names."""
 
     def __init__(self) -> None:
         self._bytes = 0
@@ -143,7 +144,7 @@ class _Survey:
         self._largest: list[tuple[int, str]] = []
 
     def foreign_in(self, directory: Directory, own: _Own) -> Iterator["os.DirEntry[str]"]:
-        """List what has no name of ours; mend the modes of the rest."""
+        """List entries that are not the tier's; tighten the modes of the others."""
         if os.fstat(directory.descriptor).st_blocks * _BLOCK_BYTES > _DIRECTORY_BYTES_MAX:
             self._note(directory.path, _DIRECTORY_BYTES_MAX)
         for entry in directory.entries():
@@ -160,9 +161,9 @@ class _Survey:
                         directory.tighten_file(entry.name)
 
     def add(self, directory: Directory, entry: "os.DirEntry[str]") -> None:
-        """Count what is not ours, with what lies in it, up to what is too much."""
+        """Count a foreign entry and its content, until it is too much."""
         if _REMOVED.fullmatch(entry.name):
-            return  # over NFS, a removed file that somebody has open: it goes when he closes it
+            return  # over NFS, a removed file that is still open: it goes when it is closed
         with suppress(FileNotFoundError):
             status = entry.stat(follow_symlinks=False)
             self._note(directory.path / entry.name, status.st_blocks * _BLOCK_BYTES)
@@ -170,7 +171,7 @@ class _Survey:
                 self._add_directory(directory, entry.name)
 
     def refusal(self, path: Path) -> str:
-        """Say what is to be moved away; empty: nothing."""
+        """Return the message that names what to move away; empty: nothing."""
         if not self._is_too_much():
             return ""
         shown = ", ".join(name for _, name in self._largest)

@@ -25,12 +25,12 @@ _SEGMENT_BYTES = 4
 def stored_segments(config: SecondaryConfig, geometry: SpaceGeometry) -> dict[int, int]:
     """Return the pages of each segment, on the rank that has most of it.
 
-    What has the name of a segment and is no file of ours gives way. The lmdb backend would have to
-    read every value for that: all pages of the tier are laid to the first segment.
+    What has the name of a segment and is no file of the tier is removed. For the lmdb backend this
+    would mean to read every value, so all pages of the tier are attributed to its first segment.
 
     Raises:
         BackendForeignError: a directory with content has the name of a segment; or something
-            belongs to somebody else.
+            belongs to another user.
         BackendError: the path cannot be read.
     """
     pages: dict[int, int] = {}
@@ -50,7 +50,7 @@ def stored_segments(config: SecondaryConfig, geometry: SpaceGeometry) -> dict[in
 
 
 def trim_segments(config: SecondaryConfig, charged: Mapping[int, tuple[int, int]]) -> None:
-    """Cut off and remove what no row charges: `charged` are pages and ranks by segment.
+    """Cut off and remove what no row is charged for; `charged` are pages and ranks by segment.
 
     Segments without a row are left alone.
 

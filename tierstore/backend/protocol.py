@@ -38,9 +38,9 @@ class RecordIo:
 class Backend(Protocol):
     """Payload bytes of one rank in one secondary tier. Blocking; called from I/O threads.
 
-    Thread-safe: calls for different records run side by side. Raises nothing but `BackendError`,
-    where that is said; everything that goes wrong with a record later is a `FailureReason`, so
-    that one bad record never hides the good ones.
+    Thread-safe: calls for different records run side by side. Calls raise nothing but
+    `BackendError`, and only where documented. What goes wrong with a record is a `FailureReason`,
+    so that one bad record never hides the good ones.
     """
 
     def open(self) -> None:
@@ -79,13 +79,15 @@ class Backend(Protocol):
     def lost_segments(self, relied_on: AbstractSet[int] = frozenset()) -> AbstractSet[int]:
         """Return segments that were written or read here and whose bytes are gone; each once.
 
-        Others are looked for that are `relied_on`, and are remembered as well from now on.
+        Their files were removed, moved, replaced or cut off. Segments that `release` emptied are
+        not among them; those that another process emptied may be. Segments in `relied_on` are
+        checked too, and watched from now on.
 
-        Somebody removed, moved, replaced or shortened their files. Those that `release` emptied are
-        none of them; those that another process has emptied may be.
+        A flush asks this, file by file. To read all records back would cost a page per extent; to
+        forget the whole tier would lose all records for one file.
 
         Raises:
-            BackendError: nobody can tell.
+            BackendError: the device does not tell.
         """
 
     def close(self) -> None:

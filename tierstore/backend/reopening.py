@@ -1,7 +1,8 @@
 """A backend that is opened, and opened again, by its calls: a device may come back.
 
-One whose directory was removed, moved or unmounted is opened anew. Only writes make it again, and
-not where the tier's path is gone: the control plane makes that.
+A backend whose directory was removed, moved or unmounted is opened again. Only writes make the
+directory, and not if the tier's path is gone: the control plane makes that. To give a backend up
+after a failure lost: one failing call put a tier out of use until the restart.
 """
 
 import errno
@@ -23,11 +24,11 @@ _logger = bounded(logging.getLogger(__name__))
 _GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 _FileId = tuple[int, int] | None
 _UNKNOWN = (0, 0)
-"""The device would not say."""
+"""The device did not tell."""
 
 
 class ReopeningBackend:
-    """Opens a backend at the first call that succeeds in it. See `Backend`."""
+    """Opens a backend by its calls, until one succeeds. See `Backend`."""
 
     def __init__(
         self,
@@ -56,10 +57,10 @@ class ReopeningBackend:
         self._closed = False
         self._is_logged = False
         self._is_lost = False
-        """Its files are gone, and it was not opened since."""
+        """Its files are gone, and it has not been opened since."""
         self._is_tried = False
         self._lost_segments: set[int] = set()
-        """Of backends whose files are gone, until somebody asks."""
+        """Of backends whose files are gone; kept until they are asked for."""
 
     def open(self) -> None:
         """Try to open the backend; idempotent. A device that refuses is tried again by its calls.
@@ -82,7 +83,7 @@ class ReopeningBackend:
         if backend is None and self._is_lost:
             return dict.fromkeys(range(len(records)), FailureReason.ABSENT)
         if backend is None:
-            # Not an I/O error, which would count against the records: nobody has tried them.
+            # Not an I/O error, which would count against the records: they were not tried.
             return dict.fromkeys(range(len(records)), FailureReason.STALLED)
         return backend.read(records)
 
@@ -139,7 +140,7 @@ class ReopeningBackend:
                 try:
                     self._backend = self._open_backend()
                 except TierStoreError as error:
-                    # Later, what was sound may be gone (a key file): no reason to end a thread.
+                    # Later, a key file may be gone, for example: no reason to end a thread.
                     if not self._is_tried and not isinstance(error, BackendError):
                         raise
                     if not self._is_logged:
@@ -160,16 +161,16 @@ class ReopeningBackend:
         return (self._directory.parent if makes_directory else self._directory).is_dir()
 
     def _are_gone(self) -> bool:
-        """Return whether the files of the backend are not there any more, or are others."""
+        """Return whether the files of the backend are gone or were replaced."""
         known, self._file_ids = self._file_ids, self._find_files()
-        # A database may have gone before anybody looked, just after the backend was opened.
+        # A database may have gone before the first look, just after the backend was opened.
         is_without = self._has_database and None in self._file_ids
         return is_without or any(
             before not in (now, _UNKNOWN) for before, now in zip(known, self._file_ids, strict=True)
         )
 
     def _find_files(self) -> list[_FileId]:
-        """Return what the names of the directory, and of a database in it, lead to now."""
+        """Return the files that the paths of the directory and its database name now."""
         return list(map(_file_id, self._paths, self._file_ids))
 
 

@@ -10,9 +10,11 @@ payload is read in its slot, with nothing in front of it. And it bounds what one
 nonce, 96 random bits, would have to come twice for the same chunk to do harm, so that neither
 restarts, nor copies of a path, nor the number of records of a key file matter.
 
+Keyed BLAKE2b over the payload lost: it needs no library, but 10 to 20 times the processor time.
+
 A record that was stored earlier for the same key and rank verifies, wherever it lies now: what a
-key names never changes. Tags are compared in constant time by the library; but who can measure how
-long a miss takes is not who this guards against.
+key names never changes. The library compares tags in constant time; attackers who measure the time
+of a miss are out of scope.
 
 The one module that imports `cryptography`.
 """
@@ -214,7 +216,7 @@ class KeyedCodec:
         try:
             cipher.decrypt_into(nonce, room, None, payload)
         except self._invalid_tag:
-            # The library writes before it verifies: nobody shall see that.
+            # The library writes before it verifies: what it wrote must not be seen.
             payload[:] = room[:size]
             raise
 

@@ -33,8 +33,9 @@ tag is not the one that these and the payload as read have. A header of zeros is
 that is gone (its pages were given back); so is a payload of zeros whose checksum is not that of
 zeros.
 
-A checksum finds accidents. Whoever can write below the path can make a record that it fits; only
-keyed records are safe from that.
+A checksum finds accidents. Whoever can write below the path can make a record with a right one;
+only keyed records are safe from that. Checksums lie here and not in the catalog, although that
+would save the header read of a partial extent: each rank has other bytes, one catalog serves all.
 """
 
 import struct
@@ -161,7 +162,7 @@ def pack_identity(key: OffloadKey, payload_bytes: int, version: int, *, rank: in
 def headers_equal(
     actual: npt.NDArray[np.uint8], expected: npt.NDArray[np.void]
 ) -> npt.NDArray[np.bool_]:
-    """Say per record whether the header as read, a row of 128 bytes, is the expected one."""
+    """Return per record whether the header as read, a row of 128 bytes, is the expected one."""
     rows = expected.view(np.uint64).reshape(-1, HEADER_BYTES // 8)
     equal: npt.NDArray[np.bool_] = (actual.view(np.uint64) == rows).all(axis=1)
     return equal

@@ -1,9 +1,9 @@
-"""In which pieces a file system gives out and takes back a file's blocks, found out on the path.
+"""In which units a file system allocates and frees a file's blocks, measured on the path.
 
-Most do both page by page, and give a file its blocks before they are written. But a file may get
-its blocks in clusters (ext4 with bigalloc), huge pages (tmpfs) or what an administrator has set
-(XFS); there may be no blocks ahead of bytes (ext4 without extents), and no holes. What a file takes
-is known as `st_blocks`, so that is what is looked at.
+Most do both page by page, and can allocate blocks before they are written. But the unit may be a
+cluster (ext4 with bigalloc), a huge page (tmpfs) or what an administrator has set (XFS); there may
+be no allocation ahead of writes (ext4 without extents), and no holes. `st_blocks` tells what a file
+takes, so that is measured.
 """
 
 import errno
@@ -39,7 +39,7 @@ UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV, errno
 
 _BLOCK_BYTES = 512
 _UNIT_BYTES_MAX = 2 << 20
-"""Of larger pieces it is not tried out whether they come back: only whole files do, then."""
+"""Larger units are not tried: only the removal of a whole file frees them, then."""
 _PROBE_BYTES = 2 * _UNIT_BYTES_MAX
 _ROOM_BYTES_MIN = 2 * _PROBE_BYTES
 """With less room, a file system may give out smaller pieces than it does otherwise."""
@@ -91,7 +91,7 @@ class BlockUnits:
 
     @classmethod
     def unpack(cls, value: bytes) -> Self | None:
-        """Return what `pack` packed; None: it cannot be that."""
+        """Return what `pack` packed; None: the bytes are damaged."""
         content, checksum = value[: cls._LAYOUT.size], value[cls._LAYOUT.size :]
         if checksum != cls._CHECKSUM.pack(xxh3_64_intdigest(content)):
             return None
@@ -163,7 +163,7 @@ def forbid_speculation(directory: Path, system: SystemCalls) -> None:
     XFS gives a file that grows up to as much again ahead, which no capacity knows of; not if it
     was told in which pieces to give. Others are not asked, for they refuse or ignore it.
     """
-    with suppress(OSError):  # whoever uses the directory finds out what is wrong with it
+    with suppress(OSError):  # the first use of the directory reports what is wrong with it
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd = system.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:

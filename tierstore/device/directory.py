@@ -1,9 +1,10 @@
 """A directory that is held by a descriptor: what lies in it is input, and reached by name alone.
 
-No link is followed below it. A file of ours is regular, belongs to us, has one name, and nobody
-else may open it. What else has such a name is removed, if that harms nobody: the name of a link,
-a pipe, a socket or a device, one of several names of a file, a directory without content. A
-directory with content, and what belongs to another user, is refused by name.
+No link is followed below it. A file of ours is regular, belongs to this user, has one name, and no
+other user may open it. Anything else with such a name is removed if no content is lost: the name of
+a link, a pipe, a socket or a device, one of several names of a file, an empty directory. What has
+content, or belongs to another user, is refused by name. To refuse all of it lost: one planted link
+would keep an engine from its cache.
 """
 
 import errno
@@ -32,10 +33,10 @@ __all__ = ["Directory"]
 _logger = bounded(logging.getLogger(__name__))
 
 _ATTEMPTS = 100
-"""Others of our kind make, replace and remove the same names meanwhile; so often at most."""
+"""Openings at most, while other processes make, replace and remove the same name."""
 
 _INTRUDED = {errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV}
-"""What an opening says of what came between a look at a name and its opening."""
+"""Errors of an opening when something else took the name just before it."""
 
 
 class Directory:
@@ -68,10 +69,10 @@ class Directory:
     def subdirectory(self, name: str, *, create: bool = False) -> "Directory":
         """Open a directory of ours, and close it to others.
 
-        With `create` it is made if it is not there; what is no directory gives way.
+        With `create` it is made if it is absent; what is no directory is removed.
 
         Raises:
-            BackendForeignError: it belongs to somebody else.
+            BackendForeignError: it belongs to another user.
             OSError: it is not there or is no directory, or cannot be made or opened.
         """
         for _ in range(_ATTEMPTS):
@@ -100,11 +101,11 @@ class Directory:
         raise self._unsteady(name)
 
     def open_file(self, name: str, flags: int) -> int:
-        """Open a file of ours, and close it to others; what is none gives way.
+        """Open a file of ours, readable for this user only; anything else with its name is removed.
 
         Raises:
-            BackendForeignError: a directory with content has its name, or it belongs to somebody
-                else.
+            BackendForeignError: a directory with content has its name, or it belongs to another
+                user.
             OSError: it is not there, or cannot be made or opened.
         """
         for _ in range(_ATTEMPTS):
@@ -125,10 +126,10 @@ class Directory:
         raise self._unsteady(name)
 
     def clear(self, name: str) -> None:
-        """Remove what has the name of a file of ours and is none.
+        """Remove what has the name of a file of ours but is not one.
 
         Raises:
-            BackendForeignError: a directory with content, or it belongs to somebody else.
+            BackendForeignError: a directory with content, or it belongs to another user.
             OSError: it cannot be removed.
         """
         try:
@@ -141,7 +142,7 @@ class Directory:
             self._remove_intruder(name, status)
 
     def clear_for_directory(self, name: str) -> None:
-        """Remove what has the name of a directory of ours and is none.
+        """Remove what has the name of a directory of ours but is not one.
 
         Raises:
             OSError: it cannot be removed.
@@ -152,7 +153,7 @@ class Directory:
                 self._remove_intruder(name, status)
 
     def read(self, name: str, size_max: int) -> bytes | None:
-        """Return the beginning of a small file of ours; None: there is none.
+        """Return the beginning of a small file of ours; None: it is absent.
 
         Raises:
             BackendForeignError, OSError: as `open_file`.
@@ -171,7 +172,7 @@ class Directory:
     def write(self, name: str, content: bytes) -> None:
         """Replace the content of a small file of ours, made if it is not there.
 
-        Not at once: who is killed meanwhile leaves a part of it.
+        Not atomic: a process that is killed meanwhile leaves a part of it.
 
         Raises:
             BackendForeignError, OSError: as `open_file`.
@@ -227,17 +228,17 @@ class Directory:
         """Close the directory to all but its user.
 
         Raises:
-            BackendForeignError: the file system knows no modes.
+            BackendForeignError: the file system keeps no modes.
             OSError: it cannot be done.
         """
         if stat.S_IMODE(os.fstat(self.descriptor).st_mode) & 0o777 != DIRECTORY_MODE:
             set_mode(self.descriptor, self.path, DIRECTORY_MODE)
 
     def tighten_file(self, name: str) -> None:
-        """Close a regular file of ours to all but its user; what is none is left alone.
+        """Close a regular file of ours to all but its user; anything else is left alone.
 
         Raises:
-            BackendForeignError: the file system knows no modes.
+            BackendForeignError: the file system keeps no modes.
             OSError: it cannot be done.
         """
         # Not to be read nor written, so this touches no lock and needs no permission.

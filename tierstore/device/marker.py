@@ -3,8 +3,8 @@
     tierstore directory, version 1
     <xxh3_64 of the first line, as 16 hexadecimal digits>
 
-It is written before anything else, into an empty directory. A directory with other content is
-somebody else's. What an earlier release left has no marker, but a catalog.
+It is written before anything else, into an empty directory. A directory with other content is not
+ours. A directory of an earlier release has no marker, but a catalog.
 """
 
 import logging
@@ -73,11 +73,11 @@ def open_below(
 ) -> Directory:
     """Open a directory below the path of a tier, following no link below that.
 
-    With `create` it is made, unless the path is not marked: it was removed, and somebody else may
-    have made it anew. Without a tier, any directory by its path.
+    With `create` it is made, unless the path is not marked: it was removed, and perhaps made again
+    by another program. Without a tier, any directory by its path.
 
     Raises:
-        BackendError: the path is not a tier's, or something on the way belongs to somebody else.
+        BackendError: the path is not a tier's, or something on the way belongs to another user.
         OSError: it is not there, or cannot be made or opened.
     """
     if tier is None:
@@ -149,7 +149,7 @@ def _is_earlier_tier(base: Directory) -> bool:
 
 
 def _mark(base: Directory, system: SystemCalls) -> None:
-    """Write the marker, or one that was damaged or not finished anew; refuse another version."""
+    """Write the marker, also over a damaged or unfinished one; refuse another version."""
     content = base.read(MARKER_NAME, _CONTENT_BYTES_MAX)
     version = _version_of(content or b"")
     if version == _VERSION:
@@ -160,7 +160,7 @@ def _mark(base: Directory, system: SystemCalls) -> None:
             f"{version} of its directory; choose another path, or remove the directory"
         )
     if content:
-        _logger.warning("marker damaged, written anew: path=%s", base.path)
+        _logger.warning("marker damaged, written again: path=%s", base.path)
     base.write(MARKER_NAME, _content_of(_VERSION))
     # Who finds other files of ours after a power cut, and no marker, would refuse them.
     with suppress(OSError):  # not every file system can flush a directory

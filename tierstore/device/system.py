@@ -1,6 +1,6 @@
-"""What is asked of a tier's device, in one place, so that any of it can be made to fail.
+"""The system calls to a tier's device, in one place, so that tests can make any of them fail.
 
-The library that keeps databases makes its system calls itself; it is stopped at named points.
+LMDB makes its system calls itself; it is stopped at named points.
 """
 
 import ctypes
@@ -52,8 +52,8 @@ def read_up_to_end(
 ) -> int:
     """Fill a buffer by a `preadv`, asked again for what it leaves; return the bytes read.
 
-    Fewer than asked only where the file ends, for a kernel may stop anywhere: whoever takes that
-    for the end takes a sound file for a damaged one. O_DIRECT is not for this.
+    Fewer than asked only at the end of the file. A kernel may stop anywhere, and a sound file must
+    not be taken for a truncated one. Not for O_DIRECT.
 
     Raises:
         OSError: the device failed, or stops before the end again and again.
@@ -70,7 +70,7 @@ def read_up_to_end(
         elif is_stuck:
             raise OSError(errno.EIO, "reads stop before the end of the file")
         else:
-            is_stuck = True  # somebody may have written meanwhile
+            is_stuck = True  # another process may have written meanwhile
     return done
 
 

@@ -19,7 +19,7 @@ from tierstore.transfer import IntArray
 __all__ = ["HostCopyEngine"]
 
 _PREFAULT_BYTES = 16 << 20
-"""What is prefaulted at once: a close waits for it."""
+"""What is prefaulted at once; `close` waits for it."""
 
 _SHARE_BYTES_MIN = 8 << 20
 """Below that a copy is over before another thread is awake."""
@@ -28,7 +28,7 @@ _SHARE_RUN_BYTES_MIN = 64 << 10
 """Mean size of a run below which threads wait for the interpreter longer than they copy."""
 
 _PIECES_PER_THREAD = 8
-"""Of a shared copy: a thread that is late, or slow, leaves more to the others."""
+"""Of a shared copy: threads that start late or run slowly leave more to the others."""
 
 
 class HostCopyEngine:
@@ -46,10 +46,10 @@ class HostCopyEngine:
         share_bytes_min: int = _SHARE_BYTES_MIN,
         share_run_bytes_min: int = _SHARE_RUN_BYTES_MIN,
     ) -> None:
-        """`spawn` runs tasks that give the pool its pages, and that help with large copies.
+        """`spawn` runs tasks that populate the pool's pages, and that help with large copies.
 
-        Without it, who uses a page first waits for it, and who copies does so alone. Copies are
-        large from `share_bytes_min` on, if their runs have `share_run_bytes_min` on the average.
+        Without it, the first use of a page waits for it, and one thread makes each copy. Copies are
+        large from `share_bytes_min` on, if their runs have `share_run_bytes_min` on average.
         """
         self._spawn = spawn
         self._share_bytes_min = share_bytes_min
@@ -81,6 +81,8 @@ class HostCopyEngine:
         self._prefault_from(pool_address, pool_address + pool_bytes)
 
     def _prefault_from(self, address: int, end: int) -> None:
+        # In the background, since an engine fills its pool: a load that waits for each new page
+        # takes 490 instead of 90 ms for 146 MB. An embedded store may never fill its memory.
         if self._spawn is not None and address < end and not self._is_closed:
             self._spawn(partial(self._prefault, address, end))
 
@@ -155,7 +157,7 @@ class HostCopyEngine:
 
 
 class _SharedCopy:
-    """A copy in pieces. Whoever comes takes the next one; a helper that comes late finds none."""
+    """A copy in pieces: each thread takes the next one until none is left."""
 
     def __init__(self, pieces: deque[tuple[IntArray, IntArray, IntArray]]) -> None:
         self._pieces = pieces

@@ -1,4 +1,4 @@
-"""Where, when and for whom the kernel keeps the pool's pages: calls that Python does not wrap."""
+"""Placement, population and inheritance of the pool's pages: calls that Python does not wrap."""
 
 import ctypes
 import logging
@@ -54,7 +54,8 @@ def keep_from_children(address: int, size_bytes: int) -> bool:
     """Leave a page-aligned range out of processes forked from this one.
 
     A page that is shared after a fork moves when its owner writes to it, but a device goes on to
-    read and write where the page was when it was pinned. False: the kernel refused.
+    read and write where the page was when it was pinned. Newer kernels copy pinned pages for the
+    child instead; older ones do not. False: the kernel refused.
     """
     done = _libc().madvise(address, size_bytes, _MADV_DONTFORK)
     if done != 0:

@@ -1,4 +1,4 @@
-"""A backend whose files go at an unlucky moment is opened anew all the same."""
+"""A backend whose files go at an unlucky moment is opened again all the same."""
 
 import shutil
 

@@ -1,13 +1,10 @@
 """Payload in LMDB values, one environment per rank.
 
-    (segment, page)         -> body: as much of the payload as fills whole pages of LMDB
-    (segment, page) + 0x01  -> header, and the rest of the payload: a small item in a leaf
-
-A value needs adjacent free pages, and what a transaction frees is free from the next but one on,
-if no reader looks at it any more. So reads are short, and every release ends with two small
-transactions. Simple, two files, good for small chunks and small stores. The map is read by this
-process itself: unlike segment files, a data file that is truncated or unreadable under it ends the
-process. A file that is damaged when it is opened is started anew, and its records are absent.
+Simple, two files, good for small chunks and small stores. A value needs adjacent free pages. Pages
+that a transaction frees can be used by the next but one, unless a reader still sees them: so reads
+are short, and every release ends with two small transactions. This process itself reads the map:
+unlike with segment files, a data file that is truncated or unreadable ends the process. A file that
+is damaged when it is opened is replaced by an empty one, and its records are absent.
 """
 
 import logging
@@ -60,7 +57,7 @@ _REASONS: dict[type[TierStoreError], FailureReason] = {
 }
 
 _SEEN_MAX = 1 << 16
-"""Segments that are remembered: others may have emptied most of them."""
+"""Segments that are remembered; other processes may have emptied most of them."""
 
 
 class LmdbBackend:

@@ -1,7 +1,9 @@
 """Records as items of an LMDB database, and the transactions that store and delete them.
 
-(segment, page)         -> body: as much of the payload as fills whole pages of LMDB
-(segment, page) + 0x01  -> header, and the rest of the payload: a small item in a leaf
+    (segment, page)         -> body: as much of the payload as fills whole pages of LMDB
+    (segment, page) + 0x01  -> header, and the rest of the payload: a small item in a leaf
+
+One value for both lost: 16 KiB took five pages of the map, the fifth for the header.
 """
 
 from collections.abc import Iterator, Sequence
@@ -99,7 +101,7 @@ def age_free_pages(env: LmdbEnv) -> None:
 
 
 def copy_record(txn: ViewTransaction, db_key: bytes, payload: memoryview) -> bytes | None:
-    """Fill `payload` and return the header; None: nothing is there; empty: a length is wrong."""
+    """Fill `payload` and return the header; None: it is absent; empty: a length is wrong."""
     body = txn.get(db_key)
     rest = txn.get(db_key + _HEADER_SUFFIX)
     if body is None and rest is None:

@@ -1,7 +1,7 @@
 """Segment files: an extent is one vectored write, adjacent records are one vectored read.
 
-Bytes go straight from and to the slots. Nothing is overwritten in place, so what another process
-frees while we read it comes back as zeros or not at all, and never verifies.
+Bytes go straight from and to the slots. Nothing is overwritten in place: what another process frees
+during a read arrives as zeros or not at all, and never verifies.
 """
 
 import logging
@@ -59,7 +59,7 @@ class FileBackend:
 
         `durable` flushes what `write` wrote before it returns. `tier` is the path of the tier,
         marked as one, below which no link is followed. `leftovers` names the directories of
-        ranks that are no more, whose segments are released with ours. `codec` makes and verifies
+        ranks of earlier runs, whose segments are released with ours. `codec` makes and verifies
         the records (None: with checksums).
         """
         self._leftovers = leftovers
@@ -144,7 +144,7 @@ class FileBackend:
     def release(
         self, runs: Sequence[PageRun], empty_segments: Sequence[int]
     ) -> FailureReason | None:
-        """Punch holes and unlink empty segments; what is not there is not missed.
+        """Punch holes and unlink empty segments; what is absent is no failure.
 
         All of it is tried; the reason is that of the first failure.
         """
@@ -263,7 +263,7 @@ class FileBackend:
 
 
 def _fits(records: Sequence[RecordIo], places: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
-    """Say which places are possible and as long as their slots."""
+    """Return which places are possible and as long as their slots."""
     slot_bytes = np.array([len(record.slot) for record in records], np.int64)
     stride_bytes = places["stride_pages"].astype(np.int64) * PAGE_BYTES
     fits: npt.NDArray[np.bool_] = valid_places(places) & (slot_bytes == stride_bytes)

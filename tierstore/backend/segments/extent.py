@@ -49,7 +49,7 @@ class ReadPart:
 
 
 def valid_places(places: Places) -> npt.NDArray[np.bool_]:
-    """Say which places are possible; the catalog's disk is not trusted."""
+    """Return which places are possible; the catalog's disk is not trusted."""
     stride = places["stride_pages"].astype(np.int64)
     valid: npt.NDArray[np.bool_] = (
         (places["index"] < EXTENT_RECORDS_MAX)

@@ -19,8 +19,8 @@ __all__ = ["SegmentFiles"]
 _TOO_MANY_OPEN = {errno.EMFILE, errno.ENFILE}
 _FILE_BYTES_MAX = (1 << 63) - 1
 _GIVEN_BACK_MAX = 1 << 14
-"""Ranges of segments that are not there, of which so many are remembered; most of these segments
-were removed by others and never come again."""
+"""Ranges of absent segments that are remembered at most. Most of these segments were removed by
+others, and are never made again."""
 
 
 class SegmentFiles:
@@ -38,7 +38,7 @@ class SegmentFiles:
         self._lock = threading.Lock()
         self._create_lock = threading.Lock()
         self._given_back: dict[int, list[tuple[int, int]]] = {}
-        """Ranges of segments that are not there, which may yet be created and allocated whole."""
+        """Ranges of absent segments, which may be created and allocated whole later."""
         self._open = OpenSegments()
         self._unflushed: set[int] = set()
         self._seen = SeenFiles()
@@ -63,8 +63,8 @@ class SegmentFiles:
     def acquire_for_write(self, segment: int, segment_bytes: int, *, offset: int) -> Segment:
         """Return a segment for writing at `offset`, created and allocated from there if need be.
 
-        A cached descriptor whose file somebody removed, replaced or moved away is not used: what it
-        writes would be lost, and the blocks would count against no capacity.
+        A cached descriptor is not used if its file was removed, replaced or moved away: its writes
+        would be lost, and their blocks would count against no capacity.
 
         Raises:
             OSError: it cannot be created or opened; on ENOSPC nothing of a new segment stays.
@@ -88,7 +88,7 @@ class SegmentFiles:
         self._open.release(segment)
 
     def forget_unlinked(self) -> None:
-        """Drop the cached descriptors of files that somebody removed."""
+        """Drop the cached descriptors of files that were removed."""
         self._open.forget_unlinked()
 
     def punch(self, segment: int, offset: int, size_bytes: int) -> None:
@@ -103,7 +103,7 @@ class SegmentFiles:
         try:
             held = self.acquire(segment)
         except IsADirectoryError:
-            return  # with content: nothing of ours
+            return  # a directory with content is not ours
         except FileNotFoundError:
             with self._create_lock:
                 if not self._directory.has_name(segment):
@@ -124,7 +124,7 @@ class SegmentFiles:
     def remove(self, segment: int) -> None:
         """Unlink a segment. Its blocks go first, in case another process has it open.
 
-        What has its name and is no file of ours is removed and not touched otherwise.
+        If anything else has its name, that is removed without a change of its content.
 
         Raises:
             OSError: the file system refused.
@@ -137,7 +137,7 @@ class SegmentFiles:
         finally:
             self._open.forget(segment)
             with self._create_lock:
-                self._given_back.pop(segment, None)  # a segment that is empty never comes again
+                self._given_back.pop(segment, None)  # an empty segment is never made again
             with self._lock:
                 self._unflushed.discard(segment)
             self._seen.forget(segment)
@@ -151,13 +151,13 @@ class SegmentFiles:
                 raise
 
     def take_lost(self, relied_on: AbstractSet[int] = frozenset()) -> set[int]:
-        """Return the segments that had a file which is not there any more, or is cut off; once.
+        """Return the segments whose file is gone or was cut off since it was opened; each once.
 
         Of those that are `relied_on` and were not opened yet, the ones without a file.
         """
         lost = self._seen.take_lost(self._directory.opened, relied_on)
         for segment in lost:
-            self._open.forget(segment)  # who uses it again takes note of what he finds
+            self._open.forget(segment)  # its next use notes the file that it finds
         return lost
 
     @property
@@ -167,7 +167,7 @@ class SegmentFiles:
             return sorted(self._unflushed)
 
     def flush(self, segment: int) -> None:
-        """Flush one segment to the device; one that is gone has nothing to flush.
+        """Flush one segment to the device; an absent one has nothing to flush.
 
         Raises:
             OSError: the device refused; the segment stays unflushed.
@@ -210,7 +210,7 @@ class SegmentFiles:
         """Return whether a segment has bytes up to `end`: a read that stopped before has failed.
 
         Raises:
-            OSError: nobody can tell.
+            OSError: the device does not tell.
         """
         return os.fstat(segment.fd).st_size >= end
 
@@ -250,8 +250,8 @@ class SegmentFiles:
     def _create(self, segment: int, segment_bytes: int, offset: int) -> Segment:
         """Open a segment, creating it or restoring its size; one at a time.
 
-        What lies before `offset` was given out before. Writes there that failed were released,
-        and count no more, so nothing is allocated for them; others bring their own blocks.
+        Pages before `offset` were given out earlier. If their writes failed, they were released and
+        are not charged, so nothing is allocated for them; other writes allocate as they go.
         """
         with self._create_lock:
             fd = self._open_file(segment, self._flags | os.O_CREAT)

@@ -1,4 +1,4 @@
-"""What a file system can do, found out on the path itself when a backend is opened."""
+"""What a file system can do, tried on the path itself when a backend is opened."""
 
 import errno
 import fcntl
@@ -36,7 +36,7 @@ def probe(directory: Path, system: SystemCalls) -> FileSystemAbilities:
         fd = unnamed_file(directory, system)
         try:
             page = memoryview(mmap.mmap(-1, PAGE_BYTES))
-            # A hole takes no room: what was stored earlier can be read even from a full device.
+            # A hole takes no blocks: a full device can still be opened and read.
             system.truncate(fd, 2 * PAGE_BYTES)
             return FileSystemAbilities(
                 direct=_can_read_directly(fd, page, system),

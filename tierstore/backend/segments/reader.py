@@ -137,7 +137,7 @@ class RecordReader:
     def _read_again(
         self, records: Sequence[RecordIo], places: npt.NDArray[np.void], suspects: list[int]
     ) -> dict[int, FailureReason]:
-        """Read records one by one, header page anew; return those that fail for good.
+        """Read records one by one, header pages included; return those that fail again.
 
         A stale header page, a segment unlinked meanwhile, one bad sector among good ones and a
         read that overtook an eviction all end up here.
@@ -178,7 +178,7 @@ class RecordReader:
         except OSError as error:
             return Mismatch(unread_reason_of(error), name_of(error))
         if done < PAGE_BYTES + len(record.slot):
-            if is_there:  # whatever stopped the read may pass, and the record is none the worse
+            if is_there:  # what stopped the read may pass; the record may be sound
                 return Mismatch(FailureReason.IO_ERROR, "short read")
             return Mismatch(FailureReason.ABSENT, "segment ends before the record")
         header = bytes(page[index * HEADER_BYTES : (index + 1) * HEADER_BYTES])

@@ -1,4 +1,4 @@
-"""The files in which segments were found, and which of them somebody has removed since."""
+"""The files in which segments were found, and which of them were removed since."""
 
 import errno
 import os
@@ -14,9 +14,9 @@ from tierstore.device.directory import Directory
 __all__ = ["SeenFiles"]
 
 _SEEN_MAX = 1 << 16
-"""Segments whose files are remembered: others may have removed most of them."""
+"""Segments whose files are remembered; other processes may have removed most of them."""
 _GONE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EPERM, errno.ESTALE}
-"""What the name of a directory, or of a segment, leads to is not ours."""
+"""Errors that say: the name of a directory or segment does not lead to a file of ours."""
 
 
 class _FileId(NamedTuple):
@@ -31,7 +31,7 @@ class _FileId(NamedTuple):
         return cls(status.st_dev, status.st_ino, status.st_size)
 
     def holds(self, before: Self) -> bool:
-        """Return whether what was in a file before is in this one still, as far as one can see."""
+        """Return whether this is the same file, and no shorter."""
         return self[:2] == before[:2] and self.size_bytes >= before.size_bytes
 
 
@@ -44,7 +44,7 @@ class SeenFiles:
         self._lost: set[int] = set()
 
     def note(self, segment: int, fd: int) -> None:
-        """Remember the file of a segment, and whether it is not the one it was."""
+        """Remember the file of a segment; one that differs from the file before is a loss."""
         with self._lock:  # a size from before another thread made it longer would be a loss
             file_id = _FileId.of(os.fstat(fd))
             before = self._seen.pop(segment, file_id)
@@ -53,12 +53,12 @@ class SeenFiles:
             self._remember(segment, file_id)
 
     def drop(self, segment: int) -> None:
-        """Take note that the file of a segment that is being made is gone again."""
+        """Forget the file of a segment whose creation failed."""
         with self._lock:
             self._seen.pop(segment, None)
 
     def forget(self, segment: int) -> None:
-        """Take note that we have removed the file of a segment."""
+        """Forget the file of a segment that was removed by this process."""
         with self._lock:
             self._seen.pop(segment, None)
             self._lost.discard(segment)
@@ -68,7 +68,7 @@ class SeenFiles:
         opened: Callable[[], AbstractContextManager[Directory]],
         relied_on: AbstractSet[int],
     ) -> set[int]:
-        """Return the segments whose files are not there any more, or are cut off; each once.
+        """Return the segments whose files are gone or were cut off; each once.
 
         Of those that are `relied_on` and were not seen yet, the ones without a file; the others are
         remembered. `opened` opens the directory.

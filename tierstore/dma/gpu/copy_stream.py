@@ -43,7 +43,7 @@ class EventPool:
         self._free: deque[Event] = deque()
 
     def record(self, stream: Stream) -> Event:
-        """Return an event that nobody else has, recorded on a stream.
+        """Return an unused event, recorded on a stream.
 
         Raises:
             DeviceError: no event, or it could not be recorded.

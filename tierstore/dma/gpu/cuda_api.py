@@ -115,7 +115,7 @@ class CudaApi(Protocol):
     def wait_event(self, stream: Stream, event: Event) -> None:
         """Let the stream's later work wait for the event as recorded now.
 
-        The event may be recorded anew right after the call.
+        The event may be recorded again right after the call.
         """
 
     def is_complete(self, event: Event) -> bool:

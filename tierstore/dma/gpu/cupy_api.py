@@ -329,7 +329,7 @@ def _load_driver(kind: type[ctypes.CDLL]) -> ctypes.CDLL:
     """Open the driver's library, which has one name for each version of a signature.
 
     The runtime's `cudaMemcpyBatchAsync` lost an argument between CUDA 12.8 and 13 without changing
-    its name; the driver's `cuMemcpyBatchAsync` is the one of 12.8 for good (13 adds a `_v2`).
+    its name; the driver's `cuMemcpyBatchAsync` keeps that of 12.8 (13 adds a `_v2`).
     """
     try:
         driver = kind("libcuda.so.1")

@@ -33,14 +33,16 @@ Spawn = Callable[[Callable[[], None]], None]
 """Runs a task in a background thread."""
 
 PIECE_BYTES = 64 << 20
-"""Small enough that other calls of the process get their turn at the driver between two pieces."""
+"""Small enough that other calls of the process get their turn at the driver between two pieces. One
+registration of the whole pool lost: usable only at its end, and the driver is locked for seconds.
+Runs are cut where registrations meet (`RegionBorders`)."""
 
 _PIECES_MAX = 1 << 15
 SPAWN_MAX = 4
 """Most tasks that are spawned at once, and threads that run them."""
 _CLOSE_TIMEOUT_SECONDS = 30.0
 _BUSY_SECONDS = 0.1
-"""How long to leave the driver alone that refuses because a CUDA graph is being captured."""
+"""Between two attempts at a driver that refuses while a CUDA graph is captured."""
 
 
 class PoolPinner:
@@ -96,7 +98,7 @@ class PoolPinner:
             spawn(self._run)
 
     def pinned(self, addresses: IntArray) -> npt.NDArray[np.bool_] | None:
-        """Say which addresses of the pool lie in pinned pieces; None: all of them.
+        """Return which addresses of the pool lie in pinned pieces; None: all of them.
 
         What is pinned stays so until `close`.
         """
@@ -150,6 +152,7 @@ class PoolPinner:
             return self._queue.popleft() if self._queue else None
 
     def _wait_for_driver(self) -> None:
+        # Here, and not until the next `poll`: the worker polls only while transfers are under way.
         with self._lock:
             self._changed.wait_for(lambda: self._closing, _BUSY_SECONDS)
 

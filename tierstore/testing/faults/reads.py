@@ -19,7 +19,7 @@ __all__ = ["ReadFaults", "UnreadableBackend", "unreadable_opener"]
 class ReadFaults:
     """Which records cannot be read, and why. Thread-safe; may change while reads are under way.
 
-    A fault lies where the record is: written anew in another place, its chunk can be read.
+    A fault lies where the record is: written again in another place, its chunk can be read.
     """
 
     def __init__(self) -> None:
