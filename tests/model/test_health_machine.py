@@ -190,7 +190,7 @@ class HealthMachine(RuleBasedStateMachine):
         assert None not in self.stack.secondaries[0].locate(keys(range(200, 204)))
         assert self.stack.primary.detached_count == 0
         assert self.stack.check() == []
-        states = self.stack.locate(keys(range(200, 204)))
+        states = self.stack.states(keys(range(200, 204)))
         assert states == [ChunkState.RESIDENT] * 4
 
 

@@ -185,7 +185,7 @@ def assert_settled(planes, numbers, outcomes):
         elif first is not FailureReason.DEADLINE or last is not None:
             assert slot is None, "a chunk that failed is resident"
     planes.store(range(2000, 2000 + SLOT_COUNT))
-    states = planes.stack.locate(keys(range(2000, 2000 + SLOT_COUNT)))
+    states = planes.stack.states(keys(range(2000, 2000 + SLOT_COUNT)))
     assert states == [ChunkState.RESIDENT] * SLOT_COUNT
 
 
