@@ -29,7 +29,7 @@ class ReferenceStack(TierStack):
         self.needs_use = needs_use
         self.told = []
         self.slot_count = 1 << 40 if slot_count is None else slot_count
-        self.states = {}
+        self.state_by_key = {}
         self.slots = {}
         self.pins = {}
         self.contents = {}
@@ -43,15 +43,15 @@ class ReferenceStack(TierStack):
     def new_job_id(self):
         return JobId(next(self._job_ids))
 
-    def locate(self, keys):
+    def states(self, keys):
         self.locate_calls += 1
-        return [self.states.get(key, ChunkState.ABSENT) for key in keys]
+        return [self.state_by_key.get(key, ChunkState.ABSENT) for key in keys]
 
-    def locate_in_step(self, keys):
-        return self.locate(keys)
+    def states_in_step(self, keys):
+        return self.states(keys)
 
-    def locate_run(self, keys):
-        return self.locate(keys)
+    def states_of_run(self, keys):
+        return self.states(keys)
 
     def touch(self, keys, *, use=UNKNOWN_USE):
         pass
@@ -69,29 +69,32 @@ class ReferenceStack(TierStack):
         self.told.append(("offload", use, list(keys)))
         wanted = {}
         for i, key in enumerate(keys):
-            if self.states.get(key, ChunkState.ABSENT) in (ChunkState.ABSENT, ChunkState.RECORDED):
+            if self.state_by_key.get(key, ChunkState.ABSENT) in (
+                ChunkState.ABSENT,
+                ChunkState.RECORDED,
+            ):
                 wanted.setdefault(key, i)
         wanted = dict(itertools.islice(wanted.items(), self._room()))
         self._make_room(len(wanted))
         for key in wanted:
-            self.states[key] = ChunkState.ARRIVING
+            self.state_by_key[key] = ChunkState.ARRIVING
             self.slots[key] = next(self._next_slot)
         slots = np.array([self.slots[key] for key in wanted], np.int64)
         return OffloadReservation(group_idx, tuple(wanted.values()), tuple(wanted), slots)
 
     def finish_offload(self, reservation, failed=()):
         for i, key in enumerate(reservation.keys):
-            assert self.states[key] is ChunkState.ARRIVING, "answered twice"
+            assert self.state_by_key[key] is ChunkState.ARRIVING, "answered twice"
             if i in failed or key in self.stale:
-                del self.states[key]
+                del self.state_by_key[key]
                 self.stale.discard(key)
             else:
-                self.states[key] = ChunkState.RESIDENT
+                self.state_by_key[key] = ChunkState.RESIDENT
 
     def _held(self):
         return [
             key
-            for key, state in self.states.items()
+            for key, state in self.state_by_key.items()
             if state is ChunkState.ARRIVING or self.pins.get(key)
         ]
 
@@ -101,10 +104,10 @@ class ReferenceStack(TierStack):
     def _make_room(self, count, staying=()):
         """Let resident chunks go, oldest first; to a secondary tier."""
         held = {*self._held(), *staying}
-        free = self.slot_count - sum(s in IN_SLOT for s in self.states.values())
-        for key in list(self.states):
-            if free < count and self.states[key] is ChunkState.RESIDENT and key not in held:
-                self.states[key] = ChunkState.RECORDED
+        free = self.slot_count - sum(s in IN_SLOT for s in self.state_by_key.values())
+        for key in list(self.state_by_key):
+            if free < count and self.state_by_key[key] is ChunkState.RESIDENT and key not in held:
+                self.state_by_key[key] = ChunkState.RECORDED
                 free += 1
         assert free >= count
 
@@ -126,19 +129,21 @@ class ReferenceStack(TierStack):
     def reserve_load(self, groups, *, use=UNKNOWN_USE):
         self.told.append(("load", use, [key for _, keys in groups for key in keys]))
         job_id = self.new_job_id()
-        states = [[self.states.get(key, ChunkState.ABSENT) for key in keys] for _, keys in groups]
+        states = [
+            [self.state_by_key.get(key, ChunkState.ABSENT) for key in keys] for _, keys in groups
+        ]
         if self.refuses_loads or any(s < ChunkState.RECORDED for row in states for s in row):
             return None
         if not self._has_room(groups):
             return None
         asked_keys = [key for _, keys in groups for key in keys]
-        recorded = [key for key in asked_keys if self.states[key] is ChunkState.RECORDED]
+        recorded = [key for key in asked_keys if self.state_by_key[key] is ChunkState.RECORDED]
         self._make_room(len(recorded), asked_keys)
         promotes, pinned = [], []
         for (group_idx, keys), row in zip(groups, states, strict=True):
             promoted = [k for k, s in zip(keys, row, strict=True) if s is ChunkState.RECORDED]
             for key in promoted:
-                self.states[key] = ChunkState.ARRIVING
+                self.state_by_key[key] = ChunkState.ARRIVING
                 self.slots[key] = next(self._next_slot)
             for key in set(keys) - set(promoted):
                 self.pins[key] = self.pins.get(key, 0) + 1
@@ -165,26 +170,27 @@ class ReferenceStack(TierStack):
             assert self.pins[key] >= 0, "unpinned twice"
         keys = [key for promote in reservation.promotes for key in promote.keys]
         for i, key in enumerate(keys):
-            assert self.states[key] is ChunkState.ARRIVING
-            if i in done.failed:
-                del self.states[key]
+            assert self.state_by_key[key] is ChunkState.ARRIVING
+            if i in done.failed or key in self.stale:
+                del self.state_by_key[key]
+                self.stale.discard(key)
             else:
-                self.states[key] = ChunkState.RESIDENT
+                self.state_by_key[key] = ChunkState.RESIDENT
 
     def reset(self, manifest, *, keeps_records=False):
         """Keep what is recorded, as if the disk failed: the epoch alone must hide it."""
-        self.stale = {k for k, state in self.states.items() if state is ChunkState.ARRIVING}
+        self.stale = {k for k, state in self.state_by_key.items() if state is ChunkState.ARRIVING}
         kept = (ChunkState.ARRIVING, ChunkState.RECORDED)
-        self.states = {k: state for k, state in self.states.items() if state in kept}
+        self.state_by_key = {k: state for k, state in self.state_by_key.items() if state in kept}
 
     def evict(self, keys):
         """Let unpinned resident and recorded chunks go."""
         for key in keys:
-            if self.states.get(key, 0) >= ChunkState.RECORDED and not self.pins.get(key):
-                del self.states[key]
+            if self.state_by_key.get(key, 0) >= ChunkState.RECORDED and not self.pins.get(key):
+                del self.state_by_key[key]
 
     def leaks(self):
         """Name what is still pinned or arriving."""
         return [f"pinned: {k!r}" for k, count in self.pins.items() if count] + [
-            f"arriving: {k!r}" for k, s in self.states.items() if s is ChunkState.ARRIVING
+            f"arriving: {k!r}" for k, s in self.state_by_key.items() if s is ChunkState.ARRIVING
         ]

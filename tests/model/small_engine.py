@@ -202,10 +202,10 @@ class SmallEngine:
             self._finish_load(job_id, command, ok=ok)
 
     def evict(self, key, *, record):
-        if self.stack.states.get(key) is ChunkState.RESIDENT and not self.stack.pins.get(key):
+        if self.stack.state_by_key.get(key) is ChunkState.RESIDENT and not self.stack.pins.get(key):
             self.stack.evict([key])
             if record:
-                self.stack.states[key] = ChunkState.RECORDED
+                self.stack.state_by_key[key] = ChunkState.RECORDED
 
     def drain(self):
         while self.jobs or self.requests or self.failed or self.planner.has_work():
@@ -420,7 +420,7 @@ class SmallEngine:
         self.loads_verified += 1
 
     def _verify_residents(self):
-        for key, state in self.stack.states.items():
+        for key, state in self.stack.state_by_key.items():
             if state is ChunkState.RESIDENT:
                 assert get_offload_namespace(key) == self.manifest.namespace
                 group_idx = get_offload_group_idx(key)

@@ -71,13 +71,13 @@ class HealthMachine(RuleBasedStateMachine):
 
     @rule(number=CHUNK_NUMBERS, count=st.sampled_from([1, 4, 12]))
     def keep_some(self, number, count):
-        held_count, limit = self.demotes.held_count(), TRIAL_CHUNKS
+        held_count, limit = self.demotes.queue.held_count(), TRIAL_CHUNKS
         is_writable = self.health.is_writable
         if not self.health.may_write_soon:
             limit = 0
         self.keep(range(number, number + count))
         self.stack.touch(keys(range(number, number + count)))
-        assert is_writable or self.demotes.held_count() <= held_count + limit
+        assert is_writable or self.demotes.queue.held_count() <= held_count + limit
 
     @rule(first=st.integers(0, len(RECORDED) - 12), count=st.sampled_from([1, 12]))
     def load(self, first, count):
@@ -115,12 +115,12 @@ class HealthMachine(RuleBasedStateMachine):
     @rule()
     def pump(self):
         assert self.stack.secondaries[0].wait(60)
-        is_writable, held_count = self.health.is_writable, self.demotes.held_count()
+        is_writable, held_count = self.health.is_writable, self.demotes.queue.held_count()
         commands = self.stack.commands()
         written = sum(len(c.keys) for c in commands if isinstance(c, Demote))
         assert is_writable or written <= held_count, "only what was asked for before may be written"
         if not is_writable and not self.health.is_writable:  # not before, and not in between
-            assert self.demotes.held_count() <= held_count + TRIAL_CHUNKS, "more than a trial"
+            assert self.demotes.queue.held_count() <= held_count + TRIAL_CHUNKS, "more than a trial"
         self.carry(commands)
 
     @invariant()
@@ -190,7 +190,7 @@ class HealthMachine(RuleBasedStateMachine):
         assert None not in self.stack.secondaries[0].locate(keys(range(200, 204)))
         assert self.stack.primary.detached_count == 0
         assert self.stack.check() == []
-        states = self.stack.locate(keys(range(200, 204)))
+        states = self.stack.states(keys(range(200, 204)))
         assert states == [ChunkState.RESIDENT] * 4
 
 

@@ -82,7 +82,7 @@ def test_the_hit_is_the_longest_length_at_which_no_position_is_missing(data, spe
             absent, arriving = ChunkState.ABSENT, ChunkState.ARRIVING
             lost = absent if draw % 2 else arriving
             state = lost if draw < gap else ChunkState.RESIDENT - draw % 2
-            stack.states[key] = ChunkState(state)
+            stack.state_by_key[key] = ChunkState(state)
             state_of[config.spec.group_idx, chunk] = ChunkState(state)
 
     def holds(length, least):
@@ -138,7 +138,7 @@ def test_a_miss_asks_for_few_chunks():
     )
     stack = ReferenceStack()
     asked = []
-    stack.locate = lambda keys: asked.extend(keys) or [ChunkState.ABSENT] * len(keys)
+    stack.states = lambda keys: asked.extend(keys) or [ChunkState.ABSENT] * len(keys)
     configs = build_group_configs([spec], NAMESPACE, 2)
 
     match_prefix(stack, configs, HitQuestion(spread_hashes(range(4096)), 0, 8192))

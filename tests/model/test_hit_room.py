@@ -20,7 +20,7 @@ def open_recorded(slot_count=None, **settings):
     planner = open_planner(stack=stack, **settings)
     (offload,) = offloads(planner, progress=[Progress("r", 0, 32)])
     planner.complete(TransferDone(job_id=offload.job_id))
-    stack.states.update(dict.fromkeys(stack.states, ChunkState.RECORDED))
+    stack.state_by_key.update(dict.fromkeys(stack.state_by_key, ChunkState.RECORDED))
     stack.slot_count = slot_count or stack.slot_count
     return planner, stack
 
@@ -75,10 +75,10 @@ def test_a_hit_whose_room_does_not_come_back_is_shortened_to_what_there_is():
 
 def test_a_hit_of_what_is_resident_needs_no_room():
     planner, stack = open_recorded()
-    stack.states.update(dict.fromkeys(stack.states, ChunkState.RESIDENT))
+    stack.state_by_key.update(dict.fromkeys(stack.state_by_key, ChunkState.RESIDENT))
     assert ask(planner, "heir") == PrefixAnswer(32)
     assert stack.room_questions == 0
-    stack.states[next(iter(stack.states))] = ChunkState.RECORDED
+    stack.state_by_key[next(iter(stack.state_by_key))] = ChunkState.RECORDED
     assert planner.match("heir", 0, 33) == PrefixAnswer(32)
     assert stack.room_questions == 1
 
@@ -89,5 +89,5 @@ def test_a_request_whose_load_failed_waits_for_nothing():
     (load,) = offloads(planner)
     lost = {5: FailureReason.DEADLINE}
     planner.complete(TransferDone(job_id=load.job_id, ok=False, failed=lost))
-    stack.states[list(stack.states)[4]] = ChunkState.ARRIVING
+    stack.state_by_key[list(stack.state_by_key)[4]] = ChunkState.ARRIVING
     assert planner.match("heir", 0, 33) == PrefixAnswer(16)

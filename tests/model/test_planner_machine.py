@@ -68,10 +68,10 @@ class PlannerMachine(RuleBasedStateMachine):
         if self.engine.requests[name].status != "aborted" and name not in self.engine.failed:
             self.engine.abort(name)
 
-    @precondition(lambda self: self.engine.stack.states)
+    @precondition(lambda self: self.engine.stack.state_by_key)
     @rule(data=st.data(), record=st.sampled_from([True, True, True, False]))
     def evict(self, data, record):
-        key = data.draw(st.sampled_from(sorted(self.engine.stack.states)))
+        key = data.draw(st.sampled_from(sorted(self.engine.stack.state_by_key)))
         self.engine.evict(key, record=record)
 
     @rule(refuses=RARELY)
@@ -125,7 +125,7 @@ def test_of_a_load_that_failed_what_arrived_is_loaded_once_more():
     engine.step(4)
     engine.answer_all()
     engine.abort("r1")
-    for key in list(engine.stack.states):
+    for key in list(engine.stack.state_by_key):
         if get_offload_group_idx(key) == FULL:
             engine.evict(key, record=True)
     engine.add(TEXT[:33])
@@ -217,5 +217,5 @@ def test_what_is_computed_after_kv_of_old_weights_is_never_published():
     for _ in range(4):
         engine.answer_all()
         engine.step()
-    assert engine.stack.states == {}
+    assert engine.stack.state_by_key == {}
     engine.drain()

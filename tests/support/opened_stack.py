@@ -55,7 +55,7 @@ class Tiers:
         assert self.loop.settle(lambda: not any(c.demotes.has_work() for c in cascades), 60)
 
     def locate(self, *numbers):
-        return self.stack.locate(keys(*numbers))
+        return self.stack.states(keys(*numbers))
 
     def reset(self):
         self.stack.reset(MANIFEST)

@@ -218,7 +218,7 @@ class Engine:
         step = self.manifest.blocks_per_chunk * 2
         for request, group_idx in itertools.product(self.requests, (0, 1)):
             keys = self.keys(request, group_idx, CHUNKS_PER_REQUEST)
-            states = self.stack.locate(keys)
+            states = self.stack.states(keys)
             places = self.stack.secondaries[0].locate(keys)
             for i in range(len(keys)):
                 hashes = request.block_hashes[i * step + 1 : (i + 1) * step : 2]
@@ -317,7 +317,7 @@ def test_what_an_earlier_process_recorded_comes_to_memory_with_its_tokens_and_le
         for request, group_idx in itertools.product(others, (0, 1)):
             engine.store(request, group_idx, CHUNKS_PER_REQUEST, fails=False)
             engine.hear()
-        assert engine.stack.locate(engine.keys(first, 0, 2)) == [ChunkState.ABSENT] * 2
+        assert engine.stack.states(engine.keys(first, 0, 2)) == [ChunkState.ABSENT] * 2
         assert_listener_knows(engine)
 
 
@@ -330,7 +330,7 @@ def test_records_that_turn_out_worthless_are_told() -> None:
         assert len(engine.listener.blocks(DISK)) == 2
         engine.load(first, 0, 2)
         assert_listener_knows(engine)
-        assert engine.stack.locate(engine.keys(first, 0, 2)) == [ChunkState.ABSENT] * 2
+        assert engine.stack.states(engine.keys(first, 0, 2)) == [ChunkState.ABSENT] * 2
 
 
 def test_what_was_recorded_before_a_reset_is_not_told_after_it() -> None:

@@ -43,7 +43,7 @@ class BatchedPut(BatchedCall):
             self._planes.is_changing = not failed
         self._loop.pump()
         self._loop.look_ahead(keys)
-        return sum(state >= ChunkState.RECORDED for state in stack.locate(keys))
+        return sum(state >= ChunkState.RECORDED for state in stack.states(keys))
 
     def _make_room(self, group_idx: int, keys: Sequence[OffloadKey], new_count: int) -> None:
         stack, loop = self._stack, self._loop

@@ -179,13 +179,13 @@ class _TierFlush:
             self._ticket = None
             return False
         if self._ticket is None:
-            self._ticket = demotes.newest_ticket
+            self._ticket = demotes.queue.newest_ticket
         # What failed is asked for again between two looks, too: after a trial, or an opening.
         self._ticket = max(self._ticket, demotes.retried_ticket)
         if not demotes.has_work():
             return True
         # Others store meanwhile: neither their chunks nor the bytes they evict are waited for.
-        return demotes.newest_ticket > self._ticket and not demotes.has_demotes(self._ticket)
+        return demotes.queue.newest_ticket > self._ticket and not demotes.has_demotes(self._ticket)
 
     def _ask_for_victims(self) -> int:
         """Ask an `on_evict` tier for the chunks in memory; return how many it lacks still."""
@@ -225,7 +225,7 @@ class _TierFlush:
     def _give_up(self, now: float) -> None:
         if self._step is _Step.WRITING:
             self._wait.pace.stands_still = True
-            self._missing_count = max(self._demotes.held_count(), self._ask_for_victims())
+            self._missing_count = max(self._demotes.queue.held_count(), self._ask_for_victims())
             if not self._missing_count:
                 # Evicted bytes that cannot be given back are no chunks that are missing.
                 self._step = _Step.RECORDING

@@ -131,7 +131,7 @@ def _full_run(
     has_recorded = False
     while asked < len(hashes):
         keys = config.keys_of(hashes[asked : asked + batch])
-        states = bytes(stack.locate_run(keys))
+        states = bytes(stack.states_of_run(keys))
         arriving = states.find(ChunkState.ARRIVING)
         absent = states.find(ChunkState.ABSENT)
         has_recorded |= ChunkState.RECORDED in states
@@ -169,7 +169,7 @@ def _others_satisfied(
         keys = config.keys(question.block_hashes, base, end)
         batches.append((config, base, keys))
     asked = [key for _, _, keys in batches for key in keys]
-    states = bytes(stack.locate_in_step(asked))
+    states = bytes(stack.states_in_step(asked))
     all_states = np.frombuffer(states, np.uint8)
     is_ready = lengths <= ready_limit
     is_hoped = np.ones(len(lengths), np.bool_)

@@ -70,7 +70,7 @@ class Cascade:
         """Return how much more may become resident before demotes are dropped."""
         if not self._admission.admits_arrivals or not self.is_awaited:
             return _UNBOUNDED_BYTES
-        return self.demotes.room_bytes
+        return self.demotes.queue.room_bytes
 
     def on_resident(
         self, group_idx: int, keys: Sequence[OffloadKey], use: UseContext = UNKNOWN_USE
@@ -116,7 +116,7 @@ class Cascade:
         unqueued_count = self.demotes.request_groups(self._admission.on_victims(coldest))
         if not self.is_awaited:
             return 0
-        return unqueued_count + sum(map(self.demotes.in_flight.__contains__, coldest))
+        return unqueued_count + sum(map(self.demotes.queue.in_flight.__contains__, coldest))
 
     def count_promoted(self, chunk_count: int, chunk_bytes: int) -> None:
         """Count chunks that were read from this tier."""
@@ -131,14 +131,14 @@ class Cascade:
 
     def forget_resident(self) -> None:
         """Forget what was known of chunks in memory; demotes on their way go on (reset)."""
-        self._admission.reset(self.demotes.in_flight)
+        self._admission.reset(self.demotes.queue.in_flight)
         self.demotes.forget_failures()
 
     def on_catalog_lost(self) -> None:
         """Take note that the tier's records are gone: what is in memory is to be recorded again."""
         if not self.records_victims:  # the next flush asks such a tier for all of them
             self.demotes.request_lost_records(self._admitted_keys())
-        self._admission.on_records_lost(self.demotes.in_flight)
+        self._admission.on_records_lost(self.demotes.queue.in_flight)
 
     def hear_losses(self) -> bool:
         """Take note of payload that is gone, with records: return whether there was any.
@@ -149,7 +149,7 @@ class Cascade:
         if is_lost:
             self.loss_count += 1
             self.demotes.request_lost_payload(self._admitted_keys())
-            self._admission.on_records_lost(self.demotes.in_flight)
+            self._admission.on_records_lost(self.demotes.queue.in_flight)
         return is_lost
 
     def _admitted_keys(self) -> list[OffloadKey]:

@@ -1,4 +1,4 @@
-"""How chunks come into the primary tier, whoever brings them: an engine, or a secondary tier.
+"""How chunks come into the primary tier, from an engine or from a secondary tier.
 
 reserve    slots, for which others are evicted    all tiers are told of those that left
 commit     the bytes are there: resident          all tiers are told, and may record them
@@ -24,7 +24,7 @@ PRIMARY_NAME = "primary"
 
 
 class Intake:
-    """Reserves, commits and aborts slots, and tells all who have to know. One thread."""
+    """Reserves, commits and aborts slots, and tells the other tiers of it. One thread."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Loads: chunks that are pinned in memory, or promoted into it, for whoever wants their bytes."""
+"""Loads: chunks that are pinned in memory, or promoted into it, so that their bytes can be read."""
 
 import dataclasses
 from collections import Counter

@@ -66,7 +66,7 @@ class Locator:
         """Return those of some keys of which `is_busy` holds."""
         return [key for key in keys if self.is_busy(key)] if self.is_any_busy(keys) else []
 
-    def locate(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
+    def states(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
         """Return where each chunk is.
 
         About 0.1 us per resident key, 1.5 us per key and secondary tier that has to be asked.
@@ -99,18 +99,18 @@ class Locator:
                 waits.append(wait)
         return waits
 
-    def locate_in_step(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
+    def states_in_step(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
         """Return where each chunk is, as far as that can be found out at once.
 
-        As `locate`, but of many chunks that are not in the primary tier, those that a catalog was
+        As `states`, but of many chunks that are not in the primary tier, those that a catalog was
         not asked about yet are *arriving*: ask again in the next step.
         """
         states = self._local_states(keys)
         self._ask_tiers(keys, states, _absent(states))
         return states
 
-    def locate_run(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
-        """Return where the chunks of a prefix are, head first, as `locate_in_step` does.
+    def states_of_run(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
+        """Return where the chunks of a prefix are, head first, as `states_in_step` does.
 
         Up to the first absent one at least; what is behind it may be left out or said absent.
         """
@@ -119,7 +119,7 @@ class Locator:
             return [ChunkState.RESIDENT] * head
         states = [ChunkState.RESIDENT] * head
         # The first one says nearly always that nothing is recorded.
-        first = self.locate_in_step(keys[head : head + 1])
+        first = self.states_in_step(keys[head : head + 1])
         if first == [ChunkState.ABSENT]:
             return states + first
         rest = keys[head:]
@@ -137,7 +137,7 @@ class Locator:
         head = self._resident_count(keys)
         if head == len(keys):
             return head
-        states = self.locate(keys[head:])
+        states = self.states(keys[head:])
         for i, state in enumerate(states):
             if state < ChunkState.RECORDED:
                 return head + i

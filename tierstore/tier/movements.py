@@ -1,11 +1,11 @@
-"""What came to the tiers and what left them, in order: for those who tell routers of it.
+"""What came to the tiers and what left them, in order: the source of KV events.
 
-    reserved      arriving   then `describe`, by whoever knows what the chunk holds
+    reserved      arriving   then `describe`, by the engine that knows what the chunk holds
     committed     came       to the primary tier, with its description
     recorded      recorded   in a secondary tier; the chunk is still in the primary tier then
     dropped       lost       it never came
     evicted       left       the primary tier; its description is forgotten
-    erased        erased     its record was evicted or found worthless; it may be anybody's
+    erased        erased     its record was evicted or found worthless; it may be of another engine
 
 A description is kept as long as its chunk is arriving or resident, so their number is that of the
 slots.
@@ -35,7 +35,7 @@ class Movement:
 class MovementLog:
     """Changes in the order in which they happened. One thread.
 
-    Kept until `take` is called, so only who takes them at every step should ask for a log.
+    Movements are kept until `take` is called: a reader has to call it at every step.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class MovementLog:
         self._is_stopped = False
 
     def stop(self) -> None:
-        """Note nothing any more, and forget what was noted: nobody takes it."""
+        """Note nothing from now on, and forget what was noted: there is no reader."""
         self._is_stopped = True
         self._changes.clear()
         self._undescribed.clear()
@@ -63,7 +63,7 @@ class MovementLog:
         return taken
 
     def describe(self, key: OffloadKey, description: object) -> None:
-        """Say what a chunk of `take_undescribed` holds."""
+        """Keep what a chunk of `take_undescribed` holds."""
         self._descriptions[key] = description
 
     def lost(self, keys: Sequence[OffloadKey]) -> None:

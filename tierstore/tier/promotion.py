@@ -122,7 +122,7 @@ class Promotions:
     def finish(self, reservation: LoadReservation, done: TransferDone) -> None:
         """Commit what arrived, drop what failed, take late chunks off their slots.
 
-        A late chunk is absent from memory: another tier, or whoever computes it, may bring it.
+        A late chunk is absent from memory: another tier, or the engine, may bring it.
         """
         late: list[_LatePart] = []
         begun_at, use = self._begun.pop(reservation.job_id), reservation.use

@@ -1,9 +1,9 @@
 """The records of one tier that are worth reading now.
 
-What was found in a catalog may still not be had: its read hangs, has just failed, or was never
-begun because the tier stands still. The tier then answers *absent* for a while, so that another
-tier is asked, or the chunk is computed and stored again. This is the one place through which a
-tier is asked for records, and so the place for whatever else shall keep a tier from being asked.
+A record may be in the catalog and still be unreadable: its read hangs, has just failed, or was
+never begun because the tier stands still. The tier then answers *absent* for a while, so that
+another tier is asked, or the chunk is computed and stored again. All lookups of records pass here:
+other reasons not to ask a tier belong here, too.
 """
 
 from collections import OrderedDict
@@ -21,12 +21,14 @@ from tierstore.transfer import FailureReason, Place
 __all__ = ["HIDDEN_SECONDS", "STALLED_SECONDS", "ReadableRecords"]
 
 HIDDEN_SECONDS = 30.0
-"""A record that could not be read is not offered for so long: long enough for others of a device
-that had a hiccup to be read meanwhile, short enough to matter after it."""
+"""How long a record is not offered after its read failed: long enough to outlast a short failure of
+the device, short enough to serve hits after it."""
 
 STALLED_SECONDS = 2.0
-"""The same for one that nobody tried to read: nothing is known against it."""
+"""The same for a record whose read was never begun: it may be sound."""
 
+# Removing at the first failure lost: a short failure of the device would empty the tier. Keeping
+# unreadable records lost: they would be found, and fail, at every request.
 _FAILURES_MAX = 2
 """A record that could not be read so often is removed: its device may be sound, it is not."""
 
@@ -67,7 +69,7 @@ class ReadableRecords:
         secondary.tell_of_hidden(self._count_hidden)
         self._counters = counters
         self._counted: set[OffloadKey] = set()
-        """Chunks that nobody could look up, and that were counted as missed."""
+        """Chunks that could not be looked up, and were counted as missed."""
         self.health = health
         """What is known of the tier's device: what it does not let through is absent."""
         self._was_readable = True
@@ -138,7 +140,7 @@ class ReadableRecords:
             self._remove(worthless)
 
     def succeed(self, keys: Iterable[OffloadKey]) -> None:
-        """Take note that records were read: nothing is held against them any more."""
+        """Take note that records were read: their earlier failures are forgotten."""
         if self._failures:
             for key in keys:
                 self._failures.pop(key, None)
@@ -146,7 +148,7 @@ class ReadableRecords:
     def give_way(self, keys: Iterable[OffloadKey]) -> None:
         """Remove the records that could not be read of chunks that are in memory again.
 
-        The tier would take them for recorded and not write them.
+        Otherwise the tier would treat them as recorded and not write them.
         """
         if not self._failures:
             return
@@ -197,7 +199,7 @@ class ReadableRecords:
         return askable
 
     def _count_hidden(self, keys: Sequence[OffloadKey], reason: FailureReason) -> None:
-        """Count chunks that the tier may have, and nobody can look up: once for all questions."""
+        """Count chunks that the tier may have and that cannot be looked up, each once."""
         fresh = set(keys).difference(self._counted)
         if fresh:
             self._counters.add(Metric.MISSES, len(fresh), label=reason.value)

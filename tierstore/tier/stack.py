@@ -127,17 +127,17 @@ class TierStack:
         """Return an id that was not used before."""
         return JobId(next(self._job_ids))
 
-    def locate(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
-        """Return where each chunk is; changes nothing, touches nothing (`Locator.locate`)."""
-        return self._locator.locate(keys)
+    def states(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
+        """Return where each chunk is; changes nothing, touches nothing (`Locator.states`)."""
+        return self._locator.states(keys)
 
-    def locate_in_step(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
-        """Return where each chunk is, as far as is known at once (`Locator.locate_in_step`)."""
-        return self._locator.locate_in_step(keys)
+    def states_in_step(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
+        """Return where each chunk is, as far as is known at once (`Locator.states_in_step`)."""
+        return self._locator.states_in_step(keys)
 
-    def locate_run(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
-        """Return where the chunks of a prefix are up to its first gap (`Locator.locate_run`)."""
-        return self._locator.locate_run(keys)
+    def states_of_run(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
+        """Return where the chunks of a prefix are up to its first gap (`Locator.states_of_run`)."""
+        return self._locator.states_of_run(keys)
 
     def look_ahead(
         self, keys: Sequence[OffloadKey], tried: Mapping[OffloadKey, int] = NONE_TRIED

@@ -43,7 +43,7 @@ class Victims:
         shortage = count - self._primary.free_count(group_idx)
         if shortage <= 0 or not cascade.records_victims:
             return 0
-        victims = self._primary.victims(shortage, cascade.demotes.in_flight)
+        victims = self._primary.victims(shortage, cascade.demotes.queue.in_flight)
         return cascade.record_victims([key for key in victims if key not in self._stale])
 
     def demote_ahead(self, group_idx: int, count: int) -> None:

@@ -185,7 +185,7 @@ def assert_settled(planes, numbers, outcomes):
         elif first is not FailureReason.DEADLINE or last is not None:
             assert slot is None, "a chunk that failed is resident"
     planes.store(range(2000, 2000 + SLOT_COUNT))
-    states = planes.stack.locate(keys(range(2000, 2000 + SLOT_COUNT)))
+    states = planes.stack.states(keys(range(2000, 2000 + SLOT_COUNT)))
     assert states == [ChunkState.RESIDENT] * SLOT_COUNT
 
 
@@ -211,7 +211,9 @@ def test_a_tier_that_stands_still_is_waited_for_once_until_it_moves(tmp_path, ca
     assert 10 < planes.clock.now - now < 20, "waited again and again for a tier that hangs"
     planes.executor.hung_tiers = ()
     planes.executor.answers.append(TransferDone(job_id=JobId(1)))
-    waiting = [job for cascade in planes.stack.cascades for job in cascade.demotes.writing_jobs]
+    waiting = [
+        job for cascade in planes.stack.cascades for job in cascade.demotes.queue.writing_jobs
+    ]
     planes.executor.answers.extend(TransferDone(job_id=job) for job in waiting)
     planes.loop.flush()
     now = planes.clock.now

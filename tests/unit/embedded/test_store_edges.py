@@ -20,7 +20,7 @@ CASCADES = ["write_through", "on_evict", "second_touch"]
 def held(store):
     """Count what transfers hold: pins, slots that are arriving, bytes that wait to be written."""
     primary = store._stack.primary
-    queued = sum(cascade.demotes.queued_bytes for cascade in store._stack.cascades)
+    queued = sum(cascade.demotes.queue.queued_bytes for cascade in store._stack.cascades)
     return len(primary._pins), len(primary.arriving), queued
 
 

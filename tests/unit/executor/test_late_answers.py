@@ -126,7 +126,7 @@ class Engine:
 
     def verify(self):
         slots = self.tiers.stack.primary.locate(KEYS)
-        states = self.tiers.stack.locate(KEYS)
+        states = self.tiers.stack.states(KEYS)
         for key, slot, state in zip(KEYS, slots, states, strict=True):
             if state is RESIDENT:
                 assert self.contents[slot] == (key, self.reset_count)

@@ -27,20 +27,20 @@ def tiers():
 
 
 def test_each_chunk_is_where_the_first_tier_has_it(tiers):
-    states = tiers.locator.locate(keys(1, 2, 3, 4, 5, 6, 7))
+    states = tiers.locator.states(keys(1, 2, 3, 4, 5, 6, 7))
     assert states == [RESIDENT, RESIDENT, ARRIVING, RECORDED, RECORDED, RECORDED, ABSENT]
     assert tiers.upper.asked == [keys(4, 5, 6, 7)]
     assert tiers.lower.asked == [keys(6, 7)], "only what the upper one has not"
 
 
 def test_no_tier_is_asked_for_what_is_in_memory(tiers):
-    assert tiers.locator.locate(keys(1, 3)) == [RESIDENT, ARRIVING]
+    assert tiers.locator.states(keys(1, 3)) == [RESIDENT, ARRIVING]
     assert tiers.upper.asked == tiers.lower.asked == []
 
 
 def test_a_stale_chunk_has_no_slot_and_is_busy(tiers):
     tiers.stale.update(keys(1))
-    assert tiers.locator.locate(keys(1, 2)) == [ARRIVING, RESIDENT]
+    assert tiers.locator.states(keys(1, 2)) == [ARRIVING, RESIDENT]
     assert tiers.locator.slots(keys(1)) == [None]
     assert tiers.locator.resident(keys(1, 2)) == keys(2)
     assert tiers.locator.busy(keys(1, 2, 3, 4)) == keys(1, 3)
@@ -57,24 +57,24 @@ def test_new_chunks_are_named_by_their_first_place_and_not_if_a_transfer_holds_t
 
 def test_a_chunk_that_is_still_looked_up_is_arriving_and_no_lower_tier_is_asked_for_it(tiers):
     tiers.upper.arriving = keys(6)
-    assert tiers.locator.locate_in_step(keys(4, 6, 7)) == [RECORDED, ARRIVING, ABSENT]
+    assert tiers.locator.states_in_step(keys(4, 6, 7)) == [RECORDED, ARRIVING, ABSENT]
     assert tiers.lower.asked == [keys(7)]
 
 
 def test_a_prefix_in_memory_asks_no_tier(tiers):
-    assert tiers.locator.locate_run(keys(1, 2)) == [RESIDENT, RESIDENT]
+    assert tiers.locator.states_of_run(keys(1, 2)) == [RESIDENT, RESIDENT]
     assert tiers.locator.match_prefix(keys(1, 2)) == 2
     assert tiers.upper.asked == []
 
 
 def test_a_run_that_ends_at_its_first_missing_chunk_asks_for_that_one_alone(tiers):
-    assert tiers.locator.locate_run(keys(1, 2, 7, 4, 5)) == [RESIDENT, RESIDENT, ABSENT]
+    assert tiers.locator.states_of_run(keys(1, 2, 7, 4, 5)) == [RESIDENT, RESIDENT, ABSENT]
     assert tiers.upper.asked == tiers.lower.asked == [keys(7)]
 
 
 def test_a_run_that_ends_among_its_first_chunks_does_not_ask_for_the_rest(tiers):
     numbers = range(1000, 1000 + 2 * ASKED_AT_ONCE_MAX)
-    states = tiers.locator.locate_run(keys(4, *numbers))
+    states = tiers.locator.states_of_run(keys(4, *numbers))
     assert states[:2] == [RECORDED, ABSENT]
     asked = [key for wanted in tiers.upper.asked for key in wanted]
     assert len(asked) <= 1 + ASKED_AT_ONCE_MAX

@@ -72,7 +72,7 @@ def await_lookups(stack, name, count):
     """Wait until it is known of all chunks that they are on disk."""
     keys = make_offload_keys(MANIFEST.namespace, 0, hashes(name, count))
     until = time.monotonic() + ANSWER_SECONDS_MAX
-    while stack.locate_in_step(keys) != [ChunkState.RECORDED] * count:
+    while stack.states_in_step(keys) != [ChunkState.RECORDED] * count:
         assert time.monotonic() < until
         stack.commands()
 

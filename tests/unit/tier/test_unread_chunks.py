@@ -72,7 +72,7 @@ def is_recorded(tiers, tier_idx, number):
 def test_a_record_that_cannot_be_read_is_not_offered_for_a_while(tiers, clock, reason):
     answer(tiers, begin(tiers, 1, 2), {0: reason})
     assert tiers.locate(1, 2) == [ABSENT, RESIDENT]
-    assert tiers.stack.locate_in_step(keys(1)) == [ABSENT]
+    assert tiers.stack.states_in_step(keys(1)) == [ABSENT]
     assert tiers.stack.match_prefix(keys(1, 2)) == 0
     assert begin(tiers, 1) is None
     clock.now += HIDDEN_SECONDS - 0.01
@@ -194,7 +194,7 @@ def test_what_one_tier_does_not_bring_is_loaded_from_the_next(two_disks, reason)
 def test_an_engine_that_asks_again_is_given_the_other_tiers_record(two_disks):
     tiers = two_disks
     answer(tiers, begin(tiers, 1, 2), dict.fromkeys(range(2), IO_ERROR))
-    assert tiers.stack.locate_in_step(keys(1, 2)) == [RECORDED, RECORDED]
+    assert tiers.stack.states_in_step(keys(1, 2)) == [RECORDED, RECORDED]
     assert tiers_of(begin(tiers, 1, 2)) == [(1, keys(1, 2))]
 
 

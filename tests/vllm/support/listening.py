@@ -70,7 +70,7 @@ class Ear:
         hashes = self.listener.hashes()
         keys = make_offload_keys(lab.half._manifest.namespace, 0, hashes)
         blocks = [(0, maybe_convert_block_hash(BlockHash(h))) for h in hashes]
-        states = zip(blocks, stack.locate(keys), strict=True)
+        states = zip(blocks, stack.states(keys), strict=True)
         places = zip(blocks, stack.secondaries[0].locate(keys), strict=True)
         memory = {block for block, state in states if state is ChunkState.RESIDENT}
         disk = {block for block, place in places if place is not None}

@@ -4,12 +4,15 @@ from tierstore.tier.secondary import SecondaryTier
 
 __all__ = ["Crowding"]
 
+# An `lmdb` tier stores a payload as one value, in adjacent pages. Values of single pages lost: no
+# pieces, but 64 writes for a chunk of 256 KiB. Refusing unequal chunk sizes lost: engines could not
+# share a path.
 _ROUNDS_MAX = 8
 """A tier without room in one piece evicts this often for what it could not write, each time twice
 as much; then the chunks wait for the next flush."""
 
 _CALLS_MAX = 256
-"""Looks after which what was evicted for them is waited for no longer."""
+"""After so many steps the release of evicted bytes is no longer waited for."""
 
 
 class Crowding:
@@ -22,14 +25,14 @@ class Crowding:
         """0: nothing waits for room in one piece."""
 
     def end(self) -> None:
-        """Take note that a write found room, or that somebody wants it tried anew."""
+        """Take note that a write found room, or that all is tried again: rounds start over."""
         self._round_count = 0
 
     def make_way(self, chunk_count: int, chunk_bytes: int) -> bool:
         """Evict for so many chunks; False: that was tried often enough.
 
-        Writes that fail while way is being made began before it: they show nothing new, and
-        evicting for each of them would double until the tier is empty.
+        Writes that fail while a round is under way began before it. They show nothing new:
+        evicting for each of them would double the amount until the tier is empty.
         """
         if self._call_count:
             return True

@@ -9,7 +9,6 @@ Refused, failed -> Retries                        asked for again later
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
-from collections.abc import Set as AbstractSet
 
 from tierstore.key import OffloadKey, get_offload_group_idx
 from tierstore.layout import GroupSpec
@@ -29,7 +28,7 @@ __all__ = ["Demotes"]
 
 
 class Demotes:
-    """The write-behind of one tier: how chunks go down, whoever decides which. One thread."""
+    """The write-behind of one tier: what its admission lets through goes down. One thread."""
 
     def __init__(
         self,
@@ -57,13 +56,14 @@ class Demotes:
         self._health = health
         self._counters = counters
         self._movements = movements
-        self._queue = WriteQueue(
+        self.queue = WriteQueue(
             tier_idx=tier_idx,
             groups=groups,
             primary=primary,
             secondary=secondary,
             bytes_max=queue_bytes_max,
         )
+        """What is on its way; to be asked, not changed."""
         self._releases = Releases(tier_idx, secondary, health)
         self._retries = Retries(secondary, health)
         self._failed = self._retries.failed
@@ -78,31 +78,6 @@ class Demotes:
         return self._retries.is_under_way
 
     @property
-    def newest_ticket(self) -> int:
-        """The ticket that was asked for last; they are numbered."""
-        return self._queue.newest_ticket
-
-    @property
-    def in_flight(self) -> AbstractSet[OffloadKey]:
-        """The chunks that are on their way (a live view)."""
-        return self._queue.in_flight
-
-    @property
-    def room_bytes(self) -> int:
-        """How much more may be requested before demotes are dropped."""
-        return self._queue.room_bytes
-
-    @property
-    def queued_bytes(self) -> int:
-        """The bytes of the chunks that are pinned for this tier."""
-        return self._queue.queued_bytes
-
-    @property
-    def writing_jobs(self) -> Sequence[JobId]:
-        """The demotes that the data plane has not answered, but for cancelled ones."""
-        return self._queue.writing_jobs
-
-    @property
     def is_healing(self) -> bool:
         """Whether something waits until the tier is in use again, or is tried again."""
         is_sound = self._health.is_writable and not self._health.is_write_doubted
@@ -114,7 +89,7 @@ class Demotes:
         if limit < len(keys):
             self._park(keys[limit:])
             keys = keys[:limit]
-        room = max(0, self._queue.room_bytes) // self._groups[group_idx].chunk_bytes
+        room = max(0, self.queue.room_bytes) // self._groups[group_idx].chunk_bytes
         unqueued = keys[room:]
         if unqueued and not self._admission.admits_victims:
             # Victims are asked for again until they are recorded; others by the next flush.
@@ -123,10 +98,10 @@ class Demotes:
         keys = keys[:room]
         if keys:
             if self._health.begin_write_trial():
-                self._trial_ticket = self._queue.newest_ticket + 1
+                self._trial_ticket = self.queue.newest_ticket + 1
             self._failed.drop(keys)
             self._admission.on_admitted(keys)
-            self._queue.add(group_idx, keys)
+            self.queue.add(group_idx, keys)
         return len(unqueued)
 
     def request_groups(self, keys: Sequence[OffloadKey]) -> int:
@@ -164,11 +139,11 @@ class Demotes:
                 self._releases.add(event)
         # Before what waits for their bytes is asked for again.
         commands += self._releases.commands(new_job_id)
-        self._retries.begin_if_due(is_queue_empty=not self._queue)
+        self._retries.begin_if_due(is_queue_empty=not self.queue)
         self._retry_failed()
         self._health.look(
-            is_writing=self._queue.is_writing or self._releases.is_under_way,
-            is_waiting=self._queue.is_waiting,
+            is_writing=self.queue.is_writing or self._releases.is_under_way,
+            is_waiting=self.queue.is_waiting,
         )
         return commands
 
@@ -176,7 +151,7 @@ class Demotes:
         """Take the data plane's answer; False: the job is not of this tier."""
         if self._finish_write(done):
             return True
-        if self._queue.end_cancelled_write(done):
+        if self.queue.end_cancelled_write(done):
             self._health.note_moved()
             return True
         if not self._releases.complete(done):
@@ -194,18 +169,18 @@ class Demotes:
         """
         if not self._health.may_write_soon:
             # A device that refuses answers all the same.
-            return self._queue.is_writing and not self._health.is_standing_still
+            return self.queue.is_writing and not self._health.is_standing_still
         if self._retries.is_due:
             return True
-        return bool(self._queue or self._releases.is_under_way or self._failed.is_retrying)
+        return bool(self.queue or self._releases.is_under_way or self._failed.is_retrying)
 
     def has_demotes(self, ticket_max: int) -> bool:
         """Return whether demotes up to a ticket are on their way. O(tickets)."""
-        return self._queue.oldest_ticket() <= ticket_max
+        return self.queue.oldest_ticket() <= ticket_max
 
     def cancel(self) -> None:
         """Give all of them up (reset): none of their chunks is to be found."""
-        self._queue.cancel()
+        self.queue.cancel()
 
     def forget(self, keys: Collection[OffloadKey]) -> None:
         """Take note of chunks that left memory: nothing of them can be tried again."""
@@ -220,7 +195,7 @@ class Demotes:
 
         What is on its way now is refused, and asked for again then.
         """
-        held = self._queue.held_keys()
+        held = self.queue.held_keys()
         self._failed.note_unasked([key for key in keys if key not in held], "catalog_lost")
 
     def request_lost_payload(self, keys: Sequence[OffloadKey]) -> None:
@@ -228,17 +203,17 @@ class Demotes:
 
         What is on its way now may be written there: it is asked for again once it is recorded.
         """
-        newest = self._queue.newest_ticket
-        self._failed.note_lost(keys, held=self._queue.held_keys(), ticket=newest)
+        newest = self.queue.newest_ticket
+        self._failed.note_lost(keys, held=self.queue.held_keys(), ticket=newest)
 
     def complaints(self) -> list[str]:
-        """Say how many chunks in memory are not in this tier although its rule wants them, why."""
+        """Return how many chunks in memory this tier should have and has not, and why, in words."""
         failed = self._failed.keys()
         slots = self._primary.locate(failed)
         self._failed.forget([k for k, slot in zip(failed, slots, strict=True) if slot is None])
         counts = self._failed.count_by_reason()
         if not self._health.is_writable:
-            held = self._queue.held_keys().difference(failed)
+            held = self.queue.held_keys().difference(failed)
             counts[self._health.write_cause.value] += len(held)
         complaints = [
             f"{count} chunks could not be written ({reason})"
@@ -249,10 +224,6 @@ class Demotes:
             complaints.append(f"it {self._health.trouble}, and is out of use")
         return complaints
 
-    def held_count(self) -> int:
-        """Return how many chunks are pinned by demotes on their way. O(tickets)."""
-        return self._queue.held_count()
-
     def _park(self, keys: Sequence[OffloadKey]) -> None:
         """Remember chunks for a tier that is out of use, until it is in use again."""
         self._failed.drop(keys)
@@ -260,25 +231,25 @@ class Demotes:
         self._admission.on_admitted(keys)
 
     def _refuse(self, refused: Refused) -> None:
-        if self._queue.end_cancelled_ticket(refused.ticket):
+        if self.queue.end_cancelled_ticket(refused.ticket):
             return
-        self._note_refused(self._queue.refuse(refused.ticket), refused.reason)
+        self._note_refused(self.queue.refuse(refused.ticket), refused.reason)
         # `FULL` says that the tier's capacity is too small for what lives in it now.
         is_failing = refused.reason is not FailureReason.FULL
         reason = refused.reason if is_failing else FailureReason.CLOSED
         self._health.note_refused(reason, is_trial=refused.ticket >= self._trial_ticket)
 
     def _start_write(self, placed: Placed, new_job_id: Callable[[], JobId]) -> Demote | None:
-        if self._queue.end_cancelled_ticket(placed.ticket):
+        if self.queue.end_cancelled_ticket(placed.ticket):
             self._secondary.commit(placed.ticket, range(len(placed.keys)))
             return None
-        recorded = self._queue.drop_recorded(placed)
+        recorded = self.queue.drop_recorded(placed)
         if recorded:
             self._withdraw(self._failed.on_recorded(recorded, placed.ticket))
-        return self._queue.begin_write(placed, new_job_id()) if placed.keys else None
+        return self.queue.begin_write(placed, new_job_id()) if placed.keys else None
 
     def _finish_write(self, done: TransferDone) -> bool:
-        writing = self._queue.begin_commit(done)
+        writing = self.queue.begin_commit(done)
         if writing is None:
             return False
         written = len(writing.written)
@@ -302,7 +273,7 @@ class Demotes:
         return True
 
     def _finish_commit(self, committed: Committed) -> None:
-        writing = self._queue.committing(committed.ticket)
+        writing = self.queue.committing(committed.ticket)
         if writing is None:  # it was cancelled
             return
         written = writing.written
@@ -315,7 +286,7 @@ class Demotes:
             self._note_refused(written, committed.reason)
             is_trial = writing.ticket >= self._trial_ticket
             self._health.note_refused(committed.reason, is_trial=is_trial)
-        self._queue.end(writing)
+        self.queue.end(writing)
 
     def _withdraw(self, keys: Collection[OffloadKey]) -> None:
         if keys:
@@ -337,13 +308,13 @@ class Demotes:
         if not self._failed.is_retrying:
             return
         chunk_bytes_max = max(group.chunk_bytes for group in self._groups)
-        room = self._queue.room_bytes // chunk_bytes_max
+        room = self.queue.room_bytes // chunk_bytes_max
         keys = self._retries.take(room, is_releasing=self._releases.is_under_way)
         if keys is None:
             return
         slots = self._primary.locate(keys)
         self.request_groups([k for k, slot in zip(keys, slots, strict=True) if slot is not None])
-        self.retried_ticket = self._queue.newest_ticket
+        self.retried_ticket = self.queue.newest_ticket
 
     def _drop(self, count: int, reason: str) -> None:
         self._counters.add(Metric.DROPPED_DEMOTES, count, label=reason)

@@ -24,11 +24,12 @@ from tierstore.transfer import Demote, JobId, TransferDone
 
 __all__ = ["WaitingDemote", "WriteQueue", "WritingDemote"]
 
+# One ticket per request lost: nothing would be written before the catalog has placed all of it, and
+# one transaction at the end would record all of it. Head first lost: the parts that are recorded
+# first are evicted first.
 _TICKET_BYTES = 8 << 20
 _TICKET_KEYS_MAX = 512
-# One ticket per request lost: nothing would be written before the catalog has placed all of it, and
-# one transaction at the end would record all of it.
-"""Longer requests are placed, written and recorded in parts of this size."""
+"""Longer requests are placed, written and recorded in parts of this size, the tail first."""
 
 
 @dataclass(frozen=True, slots=True)
