@@ -1,6 +1,6 @@
 """Questions to catalogs that may take for ever: asked by threads of their own, one per tier.
 
-Those of a tier itself (`tier.catalog_reads`) look chunks up, for which callers wait: a check of a
+Those of a tier itself (`tier.disk.reads`) look chunks up, for which callers wait: a check of a
 whole catalog would keep them.
 """
 
