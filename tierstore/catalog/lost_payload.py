@@ -42,7 +42,7 @@ class LostPayload:
     def note(self, space: Space, segments: Collection[int]) -> None:
         """Take note of segments whose files are gone. Those without a row are forgotten."""
         for segment in [*self._ends, *segments]:
-            row = space.find_segment(segment)
+            row = space.segments.find(segment)
             if row is None:
                 self._ends.pop(segment, None)
             elif segment in segments:

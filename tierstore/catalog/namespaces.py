@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from tierstore.catalog.floors import Floors
+from tierstore.catalog.garbage import Floors
 from tierstore.catalog.pages.budget import read_owners
 from tierstore.catalog.pages.space import Space
 from tierstore.catalog.rows import (
@@ -63,7 +63,7 @@ class Namespaces:
         used = {row.namespace for row in read_owners(self._txn, self._databases).values()}
         used |= {
             row.namespace
-            for _, row in self._space.all_segments()
+            for _, row in self._space.segments.all()
             if row.state == SegmentState.ACTIVE or row.record_count or row.writing_count
         }
         with self._txn.cursor(db=self._databases.namespaces) as cursor:

@@ -8,8 +8,8 @@ from tierstore.bounded_log import bounded
 from tierstore.catalog.check import verify_sums
 from tierstore.catalog.owners import OwnerLock, bury_dead, is_owner_dead
 from tierstore.catalog.pages.budget import read_owners
-from tierstore.catalog.pages.orphans import release_orphans
-from tierstore.catalog.pages.space import Space
+from tierstore.catalog.pages.state import find_state, read_version
+from tierstore.catalog.pages.unreferenced import release_unreferenced
 from tierstore.catalog.rows import (
     CATALOG_VERSION,
     Databases,
@@ -61,7 +61,7 @@ def require_version(
         CatalogError: they are of another version.
         CatalogDamagedError: so it seems, in a file that `is_suspect`, or it cannot be.
     """
-    version = Space.read_version(txn, databases)
+    version = read_version(txn, databases)
     if version is not None and version != CATALOG_VERSION:
         if is_suspect or not 0 < version < _VERSION_END:
             raise CatalogDamagedError(f"the rows are of version {version}")
@@ -129,16 +129,16 @@ def enter_state(
     """
     backend = _BACKENDS.index(config.backend)
     rank_count = geometry.rank_count
-    state = Space.read_state(txn, databases)
+    state = find_state(txn, databases)
     if state is None:
         state = _first_state(backend, rank_count)
         if config.backend == "lmdb":
             segments = stored_segments(config, geometry)
-        release_orphans(txn, databases, state, segments)
+        release_unreferenced(txn, databases, state, segments)
         return state
     verify_sums(txn, databases, state)
     _require_kind(config, state, backend, rank_count, is_suspect=is_suspect)
-    release_orphans(txn, databases, state, segments)
+    release_unreferenced(txn, databases, state, segments)
     if config.backend == "file":
         trim_segments(config, _charged_segments(txn, databases))
     return state

@@ -6,11 +6,11 @@ from functools import partial
 
 import numpy as np
 
-from tierstore.catalog.floors import Floors
+from tierstore.catalog.garbage import Floors, Sweep
 from tierstore.catalog.messages import Evicted, Freed, SecondaryEvent
 from tierstore.catalog.namespaces import Namespaces
-from tierstore.catalog.pages.orphans import release_orphans
 from tierstore.catalog.pages.space import Space
+from tierstore.catalog.pages.unreferenced import release_unreferenced
 from tierstore.catalog.rows import (
     ORDER_PAGES_BYTES,
     RECORD_DTYPE,
@@ -22,7 +22,6 @@ from tierstore.catalog.rows import (
     split,
     wide_key,
 )
-from tierstore.catalog.sweep import Sweep
 from tierstore.errors import CatalogDamagedError
 from tierstore.geometry import SpaceGeometry
 from tierstore.key import NAMESPACE_BYTES, OffloadKey
@@ -123,7 +122,7 @@ class CatalogTxn:
             return False
         self.space.pending.remove(ticket.pending_id)
         living = self.space.end_writing(ticket.extents)
-        self.space.add_extents(living)
+        self.space.extents.add(living)
         places = ticket.records["place"]
         written = np.ones(len(places), bool)
         if len(living) < len(ticket.extents):
@@ -136,7 +135,7 @@ class CatalogTxn:
         if kept:
             kept.reverse()
             self._publish([ticket.keys[index] for index in kept], ticket.records[kept])
-            self.space.count_in(places[kept])
+            self.space.segments.count_in(places[kept])
             for segment in np.unique(places["segment"][kept]).tolist():
                 self.space.trim_segment(segment)
         failed_places = places[written & ~good]
@@ -252,7 +251,7 @@ class CatalogTxn:
                 row.owner = self.space.owner
                 self.space.pending.put(pending_id, row)
                 releases.append((pending_id, row))
-        for segment, segment_row in self.space.all_segments():
+        for segment, segment_row in self.space.segments.all():
             if segment_row.state == SegmentState.ACTIVE and judge(segment_row.owner):
                 # Never appended to: its file may be missing, and would be preallocated anew
                 # although pages of it were given back.
@@ -260,9 +259,9 @@ class CatalogTxn:
                 self.space.trim_segment(segment)
         return releases
 
-    def charge_orphans(self, segments: Mapping[int, int]) -> bool:
-        """Charge the segments without a row; whoever recovers next releases them (`orphans`)."""
-        return release_orphans(self._txn, self._databases, self.space.state, segments)
+    def charge_unreferenced(self, segments: Mapping[int, int]) -> bool:
+        """Charge the segments without a row; the next `adopt_dead` releases them."""
+        return release_unreferenced(self._txn, self._databases, self.space.state, segments)
 
     def sweep(self, sweep: Sweep) -> Sweep:
         """Remove some garbage; return how far the pass has come once this is committed."""
@@ -273,7 +272,7 @@ class CatalogTxn:
         header_pages = self._geometry.header_pages
         ends = extents["header_page"] + header_pages + extents["count"] * extents["stride_pages"]
         pages = [
-            self._geometry.file_pages(end, self.space.segment(segment).page_count)
+            self._geometry.file_pages(end, self.space.segments.row(segment).page_count)
             for segment, end in zip(extents["segment"].tolist(), ends.tolist(), strict=True)
         ]
         return np.array(pages, "<u4")
@@ -324,5 +323,5 @@ class CatalogTxn:
 
     def _free(self, records: RowArray) -> None:
         places = records["place"]
-        self.space.count_out(places)
+        self.space.segments.count_out(places)
         self.space.free_places(places)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from tierstore.bounded_log import bounded
 from tierstore.catalog.batches import batches, joined_touches
 from tierstore.catalog.catalog import Catalog
+from tierstore.catalog.garbage import Sweep
 from tierstore.catalog.lost_payload import LostPayload
 from tierstore.catalog.messages import (
     BeginEpoch,
@@ -32,7 +33,6 @@ from tierstore.catalog.messages import (
     SweepGarbage,
     TouchKeys,
 )
-from tierstore.catalog.sweep import Sweep
 from tierstore.catalog.transaction import CatalogTxn, Ticket
 from tierstore.clock import Clock
 from tierstore.errors import (
@@ -142,15 +142,15 @@ class CatalogWriter:
             self.events.extend(work.events(releases))
         self.handle([Evict()])
 
-    def adopt_orphans(self, segments: Mapping[int, int]) -> None:
-        """Release the segments without a row, of those listed before, with their pages."""
+    def release_unreferenced(self, segments: Mapping[int, int]) -> None:
+        """Release the unreferenced of the segments that were listed before, with their pages."""
         try:
             with self._catalog.transaction(self._pins) as work:
-                if not work.charge_orphans(segments):
+                if not work.charge_unreferenced(segments):
                     return
                 releases = work.adopt_dead(self._catalog.is_owner_dead)
         except (BackendError, CatalogError) as error:
-            self._log("orphans could not be released", error)
+            self._log("unreferenced segments could not be released", error)
             return
         self._needs_sync = True
         self.events.extend(work.events(releases))

@@ -7,6 +7,7 @@ import pytest
 from catalog_harness import MIB, Harness
 from counted_writes import CountedWrites
 
+from tierstore.catalog.garbage import SWEEP_ROWS_MAX
 from tierstore.catalog.messages import (
     Committed,
     CommitTicket,
@@ -16,7 +17,6 @@ from tierstore.catalog.messages import (
     RequestPlaces,
     SweepGarbage,
 )
-from tierstore.catalog.sweep import SWEEP_ROWS_MAX
 
 PAGE, BRANCH, LEAF = 4096, 1, 2
 KEY_BYTES = {"extents": 8, "records": 44}

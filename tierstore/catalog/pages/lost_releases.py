@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.backend.inventory import rank_directories, segment_name
-from tierstore.catalog.pages.orphans import NOBODY
+from tierstore.catalog.pages.unreferenced import NO_OWNER
 from tierstore.catalog.rows import (
     Databases,
     PendingRow,
@@ -75,8 +75,8 @@ def repeat_lost_releases(
             free[segment] = list(_runs(pages, geometry.unit_pages))
     capacity_pages = geometry.payload_pages(config.capacity_bytes, catalog_pages, 0)
     if sum(stored.values()) * geometry.rank_count > capacity_pages:
-        orphans = [segment for segment, row in rows.items() if row and row.owner == NOBODY]
-        free.update(dict.fromkeys(orphans))
+        unreferenced = [s for s, row in rows.items() if row and row.owner == NO_OWNER]
+        free.update(dict.fromkeys(unreferenced))
     if free:
         _give_back(config, free, system)
 

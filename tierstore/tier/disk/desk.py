@@ -95,7 +95,7 @@ class CatalogDesk:
                 self._give_up()
             case CatalogFound(opened, segments):
                 if opened is self.opened:
-                    opened.writer.adopt_orphans(segments)
+                    opened.writer.release_unreferenced(segments)
                     opened.writer.handle([Evict()])
             case CatalogEnd():
                 self._end()
