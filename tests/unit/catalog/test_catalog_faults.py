@@ -77,7 +77,7 @@ def test_writes_and_releases_of_a_dead_owner_are_adopted(tmp_path):
 
 @pytest.mark.parametrize("backend", ["file", "lmdb"])
 def test_what_a_dead_owner_was_writing_is_given_back_with_unreferenced_segments(tmp_path, backend):
-    """Goal: pages that come free beside an unreferenced segment are released as well, and not charged for ever.
+    """Goal: pages that come free beside such a segment are released as well, not charged for ever.
 
     Method: an owner dies while it writes to a segment with records, and one that was forgotten.
     """

@@ -1,4 +1,4 @@
-"""Unreferenced segments: payload without a row, of a lost catalog or of a process taken for dead."""
+"""Unreferenced segments: payload without a row, of a lost catalog or a process taken for dead."""
 
 from collections.abc import Mapping
 
