@@ -4,39 +4,21 @@ An environment must not be opened twice in one process, so openers of one direct
 environment by reference count. Every exception of the library is translated here (`errors`).
 """
 
-import errno
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from functools import cache
+from contextlib import contextmanager
 from pathlib import Path
-from typing import ClassVar, Self, TypeAlias
-from weakref import WeakValueDictionary
+from typing import ClassVar, Self
 
-from tierstore.device.directory import Directory
 from tierstore.device.marker import open_below
 from tierstore.device.remedies import explain
 from tierstore.device.system import SYSTEM, DatabasePoint, SystemCalls
-from tierstore.errors import (
-    BackendBusyError,
-    BackendCorruptError,
-    BackendError,
-    ClosedError,
-)
-from tierstore.lmdb_env import seal as lmdb_file
+from tierstore.errors import BackendBusyError, BackendError, ClosedError
 from tierstore.lmdb_env.errors import translate, translate_memory, translate_os
-from tierstore.lmdb_env.library import (
-    Database,
-    Environment,
-    LibraryError,
-    Transaction,
-    ViewTransaction,
-    open_library,
-)
-from tierstore.lmdb_env.lock import opening_lock
-from tierstore.lmdb_env.reach import ReachedPages
-from tierstore.lmdb_env.turns import WriterLock
+from tierstore.lmdb_env.library import Database, LibraryError, Transaction, ViewTransaction
+from tierstore.lmdb_env.opening import OpenFiles
+from tierstore.lmdb_env.registry import FileId, Registry
 
 __all__ = ["LmdbEnv"]
 
@@ -45,14 +27,6 @@ _OPENING_SECONDS_MAX = 10.0
 
 _WRITER_SECONDS_MAX = 5.0
 """A writer waits so long for others that write to the same environment."""
-
-_MOMENT_SECONDS = 0.1
-"""For another thread that opens or closes is waited at least so long."""
-
-_FileId: TypeAlias = tuple[int, int]
-"""Device and inode of a directory, whatever its path."""
-
-_GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 
 
 class LmdbEnv:
@@ -63,32 +37,26 @@ class LmdbEnv:
     for the parent's, and drop the parent's when the child closes.
     """
 
-    # One registry per process. Entries change under the lock of their directory.
-    _shared: ClassVar[dict[_FileId, "LmdbEnv"]] = {}
-    _locks: ClassVar[WeakValueDictionary[_FileId, threading.Lock]] = WeakValueDictionary()
-    _registry_lock = threading.Lock()
+    _registry: ClassVar[Registry["LmdbEnv"]] = Registry()
 
     def __init__(
         self,
-        files: Directory,
-        env: Environment,
-        admission: lmdb_file.Admission,
-        key: _FileId,
+        files: OpenFiles,
+        key: FileId,
         lock: threading.Lock,
         *,
         system: SystemCalls,
-        writer: WriterLock,
-        pages: ReachedPages,
     ) -> None:
-        self.directory = files.path
-        self._files = files
-        self._writer = writer
-        self._pages = pages
-        self._system = system
-        self.admission = admission
+        """Take over open files; `lock` is that of their directory. Use `open`."""
+        self.directory = files.directory.path
+        self.admission = files.admission
         """What was found in its file when it was opened."""
-        self._env = env
-        self._page_bytes = int(env.stat()["psize"])
+        self._files = files
+        self._env = files.env
+        self._writer = files.writer
+        self._pages = files.pages
+        self._system = system
+        self._page_bytes = int(files.env.stat()["psize"])
         self._key = key
         self._lock = lock
         self._is_sealed = False
@@ -98,7 +66,6 @@ class LmdbEnv:
         """Calls that are under way in the library."""
         self._use_lock = threading.Lock()
         self._databases: dict[bytes, Database] = {}
-        self._file_ids = lmdb_file.file_ids(files.path)
 
     @classmethod
     def open(
@@ -136,7 +103,6 @@ class LmdbEnv:
                 `wait_seconds_max`; the message names it.
             BackendError: it cannot be opened; the message says what to do.
         """
-        _watch_forks()
         try:
             files = open_below(tier, directory, create=True, system=system)
         except OSError as error:
@@ -146,32 +112,30 @@ class LmdbEnv:
             status = os.fstat(files.descriptor)
             key = (status.st_dev, status.st_ino)
             system = system.at_database(directory)
-            lock = cls._lock_of(key)
-            with _held(lock, directory, wait_seconds_max):
+            with cls._registry.held(key, directory, wait_seconds_max) as lock:
                 shared = cls._find_shared(key, directory)
                 if shared is None:
-                    env, admission = _open_env(
+                    opened = OpenFiles.open(
                         files,
                         map_bytes,
                         readahead=readahead,
                         durable=durable,
                         wait_seconds_max=wait_seconds_max,
+                        writer_seconds_max=writer_seconds_max,
                         system=system,
                     )
-                    writer, pages = _companions(files, env, writer_seconds_max)
-                    parts = (files, env, admission, key, lock)
-                    shared = cls(*parts, system=system, writer=writer, pages=pages)
-                    cls._shared[key] = shared
+                    shared = cls(opened, key, lock, system=system)
+                    cls._registry.put(key, shared)
                 shared._is_sealed |= sealed
                 shared._reference_count += 1
                 return shared  # type: ignore[return-value]
         finally:
-            if shared is None or shared._files is not files:
+            if shared is None or shared._files.directory is not files:
                 files.close()
 
     @classmethod
-    def _find_shared(cls, key: _FileId, directory: Path) -> "LmdbEnv | None":
-        shared = cls._shared.get(key)
+    def _find_shared(cls, key: FileId, directory: Path) -> "LmdbEnv | None":
+        shared = cls._registry.find(key)
         if shared is None or not shared.is_of(directory):
             # It was removed while it was open, and its number went to a new directory.
             return None
@@ -194,15 +158,6 @@ class LmdbEnv:
             )
         return shared
 
-    @classmethod
-    def _lock_of(cls, key: _FileId) -> threading.Lock:
-        """Return the lock of a directory: a stuck one must not stop those who use others."""
-        with cls._registry_lock:
-            lock = cls._locks.get(key)
-            if lock is None:
-                lock = cls._locks[key] = threading.Lock()
-            return lock
-
     def close(self) -> None:
         """Give one reference back; the last one closes the environment.
 
@@ -221,14 +176,8 @@ class LmdbEnv:
 
     def _close_files(self) -> None:
         """Close all; the lock of the directory is held, and nobody uses them any more."""
-        if self._shared.get(self._key) is self:
-            del self._shared[self._key]
-        self._env.close()
-        self._pages.close()
-        self._writer.close()
-        if self._is_sealed and self.is_of(self.directory):
-            lmdb_file.seal(self._files)
-        self._files.close()
+        self._registry.remove(self._key, self)
+        self._files.close(is_sealed=self._is_sealed)
 
     @property
     def is_referred_to(self) -> bool:
@@ -237,22 +186,18 @@ class LmdbEnv:
 
     def is_of(self, directory: Path) -> bool:
         """Return whether a directory still holds files of this environment."""
-        return bool(self._file_ids & lmdb_file.file_ids(directory))
+        return self._files.is_of(directory)
 
     def is_lost(self, directory: Path | None = None) -> bool:
-        """Return whether the data file is not in a directory (None: where it was) any more.
+        """Return whether the data file is no longer in a directory (None: where it was opened).
 
-        It was removed, moved, or unmounted. False also where nobody can tell, for the device fails.
+        It was removed, moved or unmounted. False also where the device fails.
         """
-        try:
-            status = ((directory or self.directory) / "data.mdb").stat()
-        except OSError as error:
-            return error.errno in _GONE
-        return (status.st_dev, status.st_ino) not in self._file_ids
+        return self._files.is_lost(directory or self.directory)
 
     def distrust(self, cause: str) -> None:
-        """Let the next one who has the environment for himself start anew: its rows are wrong."""
-        lmdb_file.distrust(self._files, cause)
+        """Let the next process that has the environment for itself start empty: rows are wrong."""
+        self._files.distrust(cause)
 
     def database(self, name: bytes) -> Database:
         """Open or create one named database; its handle lives as long as the environment."""
@@ -380,93 +325,3 @@ class LmdbEnv:
             if is_last:
                 with self._lock:
                     self._close_files()
-
-
-@contextmanager
-def _held(lock: threading.Lock, directory: Path, seconds_max: float) -> Iterator[None]:
-    """Hold a lock of this process.
-
-    Raises:
-        BackendBusyError: another thread does not give it back.
-    """
-    if not lock.acquire(timeout=max(seconds_max, _MOMENT_SECONDS)):
-        raise BackendBusyError(
-            f"{directory}: another thread of this process has been opening or closing it for "
-            f"{seconds_max:g} s; its device hangs"
-        )
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _companions(
-    files: Directory, env: Environment, writer_seconds_max: float
-) -> tuple[WriterLock, ReachedPages]:
-    """Open what goes with an environment; it is closed where that fails, before the pages are."""
-    try:
-        with ExitStack() as undo:
-            pages = ReachedPages()
-            undo.callback(pages.close)
-            undo.callback(env.close)
-            writer = WriterLock(files, wait_seconds_max=writer_seconds_max)
-            undo.callback(writer.close)
-            pages.map(files)
-            undo.pop_all()
-    except OSError as error:
-        raise translate_os(error, files.path) from error
-    except MemoryError as error:
-        raise translate_memory(error, files.path) from error
-    return writer, pages
-
-
-@cache
-def _watch_forks() -> None:
-    os.register_at_fork(after_in_child=_renew_locks)
-
-
-def _renew_locks() -> None:
-    """Forget the locks in a forked child: who held one did not come with it."""
-    LmdbEnv._registry_lock = threading.Lock()  # noqa: SLF001
-    LmdbEnv._locks = WeakValueDictionary()  # noqa: SLF001
-
-
-def _open_env(
-    directory: Directory,
-    map_bytes: int,
-    *,
-    readahead: bool,
-    durable: bool,
-    wait_seconds_max: float,
-    system: SystemCalls,
-) -> tuple[Environment, lmdb_file.Admission]:
-    try:
-        with opening_lock(directory, wait_seconds_max=wait_seconds_max):
-            admission = lmdb_file.admit(
-                directory, map_bytes=map_bytes, wait_seconds_max=wait_seconds_max
-            )
-            system.reach(DatabasePoint.OPEN)
-            try:
-                env = open_library(directory, map_bytes, readahead=readahead, durable=durable)
-            except LibraryError as error:
-                refusal = translate(error, directory.path)
-                if not isinstance(refusal, BackendCorruptError):
-                    raise
-                # Nothing that was verified is refused, so far as we know it.
-                anew = lmdb_file.start_anew(
-                    directory, str(error), wait_seconds_max=wait_seconds_max
-                )
-                if anew is None:
-                    lmdb_file.distrust(directory, str(error))
-                    raise BackendCorruptError(
-                        f"{refusal}, once the process that has it open has ended"
-                    ) from error
-                admission = anew
-                env = open_library(directory, map_bytes, readahead=readahead, durable=durable)
-            return env, admission
-    except LibraryError as error:
-        raise translate(error, directory.path) from error
-    except OSError as error:
-        raise translate_os(error, directory.path) from error
-    except MemoryError as error:
-        raise translate_memory(error, directory.path) from error

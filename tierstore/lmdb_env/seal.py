@@ -23,8 +23,9 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 from tierstore.bounded_log import bounded
 from tierstore.device.directory import Directory
 from tierstore.errors import BackendError
+from tierstore.lmdb_env.image import image_bytes
 from tierstore.lmdb_env.lock import LIBRARY_LOCK_NAME, library_lock, opening_lock
-from tierstore.lmdb_env.verify import find_damage, image_bytes
+from tierstore.lmdb_env.verify import find_damage
 
 __all__ = ["DATA_NAME", "Admission", "admit", "distrust", "file_ids", "seal", "start_anew"]
 
