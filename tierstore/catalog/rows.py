@@ -6,7 +6,7 @@
     epochs      namespace (8)            -> owner (u32 LE): the one process that asks for it
     floors      namespace (8)            -> segment (u32 LE): its records in older ones are garbage
     owners      owner (u32 BE)           -> OwnerRow: who has the path open
-    records     key                      -> RECORD_DTYPE: place, sequence, uses
+    records     key                      -> RECORD_DTYPE: place, sequence, reserved
     order       sequence (u64 BE)        -> pages of the record (u32 LE) + key; oldest first
     extents     segment, header page (u32 BE each) -> ExtentRow; only extents with a live record
     segments    segment (u32 BE)         -> SegmentRow
@@ -59,7 +59,8 @@ CATALOG_VERSION = 2
 
 RowArray = npt.NDArray[np.void]
 
-RECORD_DTYPE = np.dtype([("place", PLACE_DTYPE), ("sequence", "<u8"), ("uses", "<u4")])
+RECORD_DTYPE = np.dtype([("place", PLACE_DTYPE), ("sequence", "<u8"), ("reserved", "<u4")])
+"""`reserved` is kept as found: earlier releases counted uses there, which was never read."""
 EXTENT_DTYPE = np.dtype(
     [("segment", "<u4"), ("header_page", "<u4"), ("stride_pages", "<u4"), ("count", "<u4")]
 )

@@ -144,9 +144,9 @@ class CatalogTxn:
         return True
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Make recorded keys the youngest, in order; count one use each.
+        """Make recorded keys the youngest, in order.
 
-        But for records that leave in the order in which they were written.
+        Except records that leave in the order in which they were written.
         """
         ordered = list(dict.fromkeys(reversed(keys)))[::-1]
         found, records = self._find(ordered)
@@ -156,7 +156,6 @@ class CatalogTxn:
             found, records = [found[index] for index in moving], records[moving]
         if found:
             self._delete_order(records)
-            records["uses"] += 1
             self._publish(found, records)
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
