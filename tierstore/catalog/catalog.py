@@ -53,7 +53,7 @@ class SecondaryStats:
     capacity_bytes: int
     evicted_count: int
     is_open: bool = True
-    """False: the tier's device fails, and nobody can tell what is on it; the counts are zero."""
+    """False: the tier's device fails, so that what is on it is unknown; the counts are zero."""
 
     @classmethod
     def unknown(cls, capacity_bytes: int) -> Self:
@@ -110,13 +110,13 @@ class Catalog:
 
     @property
     def damage(self) -> str:
-        """Why the catalog was started anew when it was opened; empty: it was not."""
+        """Why the catalog was replaced by an empty one when it was opened; empty: it was not."""
         return self._env.admission.damage
 
     def is_lost(self) -> bool:
         """Return whether the path holds this catalog no longer, or us as its owner.
 
-        It was removed, moved or unmounted. What comes there is somebody else's.
+        It was removed, moved or unmounted. What comes there later is another tier's.
         """
         return self._env.is_lost() or not self._owner_lock.is_in_place()
 
@@ -170,7 +170,7 @@ class Catalog:
         """Run one write transaction, committed when the block ends without an exception.
 
         Records in `pins` are not evicted. What the block freed is stored with it, whoever asked for
-        it (`CatalogTxn.freed`): pages that no row gives back would be charged for ever.
+        it (`CatalogTxn.freed`): pages that no row gives back would stay charged.
 
         Raises:
             BackendFullError: the device is full; nothing was changed.
@@ -199,7 +199,7 @@ class Catalog:
 
     @contextmanager
     def _distrusting(self) -> Iterator[None]:
-        """Note damage that comes to light, lest it stay for ever."""
+        """Note damage that comes to light, so that the next opener that is alone starts empty."""
         try:
             with numbers_in_range():
                 yield
@@ -255,7 +255,7 @@ class Catalog:
         self._env.sync()
 
     def abandon(self) -> None:
-        """Let no data plane write for this owner any more: the catalog is lost."""
+        """Stop all data planes from writing for this owner: the catalog is lost."""
         self._owner_lock.remove()
 
     def close(self) -> None:

@@ -25,9 +25,9 @@ __all__ = ["check_catalog", "numbers_in_range", "verify_sums"]
 
 _PROBLEMS_MAX = 100
 _NUMBER_END = 1 << 31
-"""Segments and owners have 31 bits. What counts further could be given out, and not be stored."""
+"""Segments and owners have 31 bits. A larger number could be given out, but not stored."""
 _WIDE_NUMBER_END = 1 << 62
-"""Nobody counts so far, and what does would soon be no number of 63 bits any more."""
+"""No counter gets so far. One that is larger is damaged, and would soon exceed 63 bits."""
 
 
 def check_catalog(txn: Transaction, databases: Databases, geometry: SpaceGeometry) -> list[str]:
@@ -106,8 +106,8 @@ class _Check:
     def _search_problems(self) -> Iterator[str]:
         """Every row is found under its key.
 
-        A damaged key, of a row or of a branch above, leads searches astray. What lies beyond it is
-        there for who reads all rows, but nobody else will change or remove it.
+        A damaged key, of a row or of a branch above, leads searches astray. A row beyond it is
+        found by reading all rows, but no search will ever change or remove it.
         """
         for name, database in vars(self._databases).items():
             with self._txn.cursor(db=database) as cursor:
@@ -154,7 +154,7 @@ class _Check:
                 yield "a record is younger than the next sequence"
 
     def _page_problems(self) -> list[str]:
-        """Records lie in extents, extents in segments, and all sums fit."""
+        """Return what is wrong with extents, segments and their sums."""
         return PageCheck(
             self._txn,
             self._databases,

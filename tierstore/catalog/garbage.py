@@ -63,7 +63,7 @@ class Floors:
         self._txn.put(namespace, number_value(segment), db=self._database)
 
     def remove(self, namespace: bytes) -> None:
-        """Forget a floor: no record lies below it any more."""
+        """Forget a floor that no record lies below."""
         del self._floors[namespace]
         self._txn.delete(namespace, db=self._database)
 
@@ -72,7 +72,7 @@ class Floors:
         return parse_number(value[_SEGMENT]) < self.of(key[:NAMESPACE_BYTES])
 
     def living(self, keys: Sequence[bytes], records: RowArray) -> npt.NDArray[np.bool_]:
-        """Return of each record whether it is none."""
+        """Return of each record whether it lives."""
         floors = np.array([self.of(key[:NAMESPACE_BYTES]) for key in keys], np.int64)
         living: npt.NDArray[np.bool_] = records["place"]["segment"] >= floors
         return living

@@ -1,4 +1,4 @@
-"""Whose records a catalog holds: manifests, the owners who ask for them, and their end."""
+"""Namespaces of a catalog: their manifests, epochs and owners, and how they are forgotten."""
 
 from collections.abc import Callable
 
@@ -47,7 +47,7 @@ class Namespaces:
             self._txn.delete(namespace, db=self._databases.namespaces)
 
     def forget_dead_epochs(self, is_dead: Callable[[int], bool]) -> None:
-        """Forget the namespaces whose only owner is dead: nobody will ever ask for them."""
+        """Forget the namespaces whose only owner is dead: no process will ask for them."""
         with self._txn.cursor(db=self._databases.epochs) as cursor:
             epochs = [(Namespace(bytes(key)), parse_number(owner)) for key, owner in cursor]
         for namespace, owner in epochs:
@@ -75,11 +75,11 @@ class Namespaces:
         return len(unused)
 
     def leave(self, owner: int) -> None:
-        """Let an owner promise nothing to anybody any more."""
+        """Remove the row of an owner, and with it the capacity that it was promised."""
         self._txn.delete(segment_key(owner), db=self._databases.owners)
 
     def leave_dead(self, is_dead: Callable[[int], bool]) -> None:
-        """Let dead owners leave."""
+        """Remove the rows of dead owners."""
         for owner in read_owners(self._txn, self._databases):
             if is_dead(owner):
                 self.leave(owner)

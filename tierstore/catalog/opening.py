@@ -1,4 +1,4 @@
-"""Who may open a catalog: its version, its kind, its identity; and what is entered of him."""
+"""What is compared when a catalog is opened, version, kind and identity, and what is entered."""
 
 import logging
 import secrets
@@ -6,7 +6,7 @@ import secrets
 from tierstore.backend.inventory import stored_segments, trim_segments
 from tierstore.bounded_log import bounded
 from tierstore.catalog.check import verify_sums
-from tierstore.catalog.owners import OwnerLock, bury_dead, is_owner_dead
+from tierstore.catalog.owners import OwnerLock, is_owner_dead, remove_dead
 from tierstore.catalog.pages.budget import read_owners
 from tierstore.catalog.pages.state import find_state, read_version
 from tierstore.catalog.pages.unreferenced import release_unreferenced
@@ -47,7 +47,7 @@ _FIRST_NUMBER_MAX = 1 << 30
 """Segments and owners have 31 bits: half of them are left to count on."""
 _FIRST_ID_MAX = 1 << 48
 _VERSION_END = 1 << 6
-"""No release writes such a version: who reads one reads damage."""
+"""No release writes such a version: one that is read is damage."""
 _RANK_COUNT_END = 1 << 16
 _UNITS_KEY = b"units"
 
@@ -73,10 +73,10 @@ def require_version(
 
 
 def must_verify(txn: Transaction, databases: Databases, admission: Admission) -> bool:
-    """Return whether nobody knows what the rows say: there are some, and no seal that fits.
+    """Return whether the rows must be verified: there are some, and no seal that fits.
 
     A power cut may mix older pages into them. Pages carry no mark of their age: a tree may be
-    whole, and say what was never true. Who has the path open with others relies on the first one.
+    whole, and say what was never true. An opener that is not alone relies on the first one.
     """
     if admission.is_proven or not (admission.is_alone or admission.is_suspect):
         return False
@@ -88,7 +88,7 @@ def enter_units(
 ) -> BlockUnits:
     """Return the units by which the path is accounted: ours, or larger ones from before.
 
-    Another file system may lie below a path that was copied, or mounted anew. What was measured
+    Another file system may lie below a path that was copied or mounted again. What was measured
     with too little room counts only for a path on which nothing is accounted yet.
 
     Raises:
@@ -148,7 +148,7 @@ def _require_kind(
     config: SecondaryConfig, state: StateRow, backend: int, rank_count: int, *, is_suspect: bool
 ) -> None:
     if state.backend >= len(_BACKENDS) or not 0 < state.rank_count < _RANK_COUNT_END:
-        raise CatalogDamagedError("nobody can say which kind of tier it is of")
+        raise CatalogDamagedError("its kind of tier is unknown")
     is_ours = state.backend == backend
     is_ours &= config.backend != "lmdb" or state.rank_count == rank_count
     if is_suspect and not is_ours:
@@ -174,8 +174,8 @@ def _charged_segments(txn: Transaction, databases: Databases) -> dict[int, tuple
 def _first_state(backend: int, rank_count: int) -> StateRow:
     """Return the state of a new catalog.
 
-    Its numbers begin anywhere: those of a catalog that was removed while it was in use must not
-    come again, since its owners and their ranks may act on them still.
+    Its numbers begin at random, not at 1: those of a catalog that was removed while it was in use
+    must not come again, since its owners and their ranks may still act on them.
     """
     return StateRow(
         CATALOG_VERSION,
@@ -228,14 +228,16 @@ def enter_owner(
     manifest: Manifest,
     state: StateRow,
 ) -> OwnerLock:
-    """Become an owner: a locked file, and a row with what we are promised.
+    """Become an owner: a locked file, and a row with the capacity that it was promised.
 
     Raises:
         CatalogError: the file cannot be made or locked.
         ConfigError: an lmdb tier is open with another capacity.
     """
     directory = config.path / "owners"
-    bury_dead(directory)
+    remove_dead(directory)
+    # Of several capacities the smallest living one holds (`Budget`). With the first or the last
+    # opener's, another one would find more on disk than it was promised.
     for owner, row in read_owners(txn, databases).items():
         if row.capacity_bytes == config.capacity_bytes or is_owner_dead(directory, owner):
             continue

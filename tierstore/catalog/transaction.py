@@ -70,7 +70,7 @@ class CatalogTxn:
         self.namespaces = Namespaces(txn, databases, space, self.floors)
         self.evicted: list[OffloadKey] = []
         self.relied_on: set[int] = set()
-        """Where the records lie that were found instead of being made."""
+        """Segments of the records that were found instead of being written."""
         self.freed: tuple[int, PendingRow] | None = None
         """The release, by id, of what this transaction freed; None: nothing, or it goes on."""
         self._dropped_count = 0
@@ -113,10 +113,10 @@ class CatalogTxn:
         return Ticket(tuple(keys), records, extents, pending_id)
 
     def commit(self, ticket: Ticket, failed: Collection[int]) -> bool:
-        """Publish a ticket's records but the failed ones and those that another process has.
+        """Publish a ticket's records, except the failed ones and those that another process has.
 
-        The last key becomes the oldest, so that a prefix loses its tail first. False: somebody has
-        taken us for dead, and the places for free.
+        The last key becomes the oldest, so that a prefix loses its tail first. False: another
+        process took this owner for dead, and its places for free.
         """
         if self.space.pending.find(ticket.pending_id) is None:
             return False
@@ -151,6 +151,8 @@ class CatalogTxn:
         ordered = list(dict.fromkeys(reversed(keys)))[::-1]
         found, records = self._find(ordered)
         if found and self._geometry.unit_pages != 1:
+            # Records that share a unit of the file system leave together. By LRU, units would stay
+            # half empty, and charged.
             strides = records["place"]["stride_pages"].tolist()
             moving = [i for i, pages in enumerate(strides) if not self._geometry.keeps_order(pages)]
             found, records = [found[index] for index in moving], records[moving]
@@ -184,7 +186,7 @@ class CatalogTxn:
         """Evict the oldest unpinned records until both counts are reached; return how many went.
 
         `page_count` is of one rank. At most `_EVICT_COUNT_MAX` records per transaction. Garbage on
-        the way goes, too, and frees nothing: who needs pages asks again.
+        the way goes, too, and frees nothing: a caller that needs pages asks again.
         """
         sequences: list[bytes] = []
         keys: list[bytes] = []
@@ -252,7 +254,7 @@ class CatalogTxn:
                 releases.append((pending_id, row))
         for segment, segment_row in self.space.segments.all():
             if segment_row.state == SegmentState.ACTIVE and judge(segment_row.owner):
-                # Never appended to: its file may be missing, and would be preallocated anew
+                # Never appended to: its file may be missing, and would be preallocated again
                 # although pages of it were given back.
                 self.space.close_segment(segment)
                 self.space.trim_segment(segment)

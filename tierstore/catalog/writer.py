@@ -148,11 +148,11 @@ class CatalogWriter:
         self.events.extend(work.events(releases))
 
     def abandon(self) -> tuple[list[SecondaryEvent], set[int], list[Operation]]:
-        """Give everything up, for the catalog is lost.
+        """Give everything up: the catalog is lost.
 
         Returns:
-            Answers to what was asked and not answered, or was and nobody has taken the answer; the
-            tickets of which a commit will come; and what has to be done in any later catalog.
+            Answers to all questions whose answer was not given or not yet taken; the tickets of
+            which a commit will come; and what has to be done in any later catalog.
         """
         events: list[SecondaryEvent] = []
         while True:
@@ -201,7 +201,7 @@ class CatalogWriter:
             batch = ()  # it was committed and answered: what fails from now on is the eviction
 
     def _hold_back(self, batch: Sequence[Operation]) -> None:
-        """Do what cannot wait of a batch, for each transaction makes the file larger for good.
+        """Do what cannot wait of a batch: each transaction makes the file larger, and it stays so.
 
         Uses of records are dropped. Requests wait, and are refused if that takes long: evicting
         would not make the file smaller.
@@ -302,7 +302,7 @@ class CatalogWriter:
                 sweep = work.sweep(self._sweep)
         except (BackendError, CatalogError) as error:
             self._log("sweep failed", error)
-            self._sweep = None  # the next who opens the path goes on
+            self._sweep = None  # the next opener of the path goes on
             return
         self._sweep = None if sweep.is_over else sweep
         self._needs_sync = True
@@ -310,10 +310,12 @@ class CatalogWriter:
     def _give_up(self, batch: Sequence[Operation], error: Exception) -> None:
         """Answer requests with a refusal; keep what must not be lost for the next batch.
 
-        What meets damage is lost, for it would meet it again, together with what comes after it.
+        What meets damage is dropped: it would meet it again, together with what comes after it.
         """
         self.failure_count += 1
         self.failure = str(error)
+        # A full device is not a full map: nothing is evicted for it. Else a file of another program
+        # would empty the tier.
         full = isinstance(error, BackendFullError)
         is_damage = isinstance(error, BackendCorruptError | CatalogDamagedError)
         reason = FailureReason.FULL if full else FailureReason.IO_ERROR

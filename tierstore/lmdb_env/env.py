@@ -33,8 +33,8 @@ class LmdbEnv:
     """One environment of this process, shared by all who open its directory; thread-safe.
 
     A write transaction belongs to the thread that began it. A forked child can neither use an
-    environment of its parent nor open its directory: the library would take the child's readers
-    for the parent's, and drop the parent's when the child closes.
+    environment of its parent nor open its directory once more: the library would take the child's
+    readers for the parent's, and drop the parent's when the child closes.
     """
 
     _registry: ClassVar[Registry["LmdbEnv"]] = Registry()
@@ -90,13 +90,13 @@ class LmdbEnv:
         `sealed`, the last one to close it seals it: every bit is verified then, and faster, for
         the price of reading the file once at the close.
 
-        `map_bytes` bounds the data file for good, or grows to its present size. It is halved as
-        long as the process may not have so many addresses. Of several openers in one process the
-        first decides. Nothing is flushed but by `sync`, so that a power cut may leave anything;
-        with `durable` each commit flushes what it wrote before it names it, and a power cut undoes
-        the last one at most, but for what `sync` has flushed. `readahead` is for large values:
-        without it the kernel reads them page by page. `system` is told of the points of its use.
-        `writer_seconds_max` bounds how long `write` waits for other writers.
+        `map_bytes` bounds the data file, or grows to its present size. It is halved as long as the
+        process may not have so many addresses. Of several openers in one process the first decides.
+        Only `sync` flushes, so that a power cut may leave anything. With `durable` each commit
+        flushes what it wrote before it names it: a power cut undoes at most the last one that
+        `sync` has not flushed. `readahead` is for large values: without it the kernel reads them
+        page by page. `system` is told of the points of its use. `writer_seconds_max` bounds how
+        long `write` waits for other writers.
 
         Raises:
             BackendBusyError: another process or thread keeps it from being opened for longer than
@@ -149,7 +149,7 @@ class LmdbEnv:
             # would go when the first is closed.
             raise BackendBusyError(
                 f"{directory}: its data file was removed while this process has it open; it can be "
-                "opened when nobody here uses it any more"
+                "opened again when this process has closed it"
             )
         if shared.process_id != os.getpid():
             raise BackendError(
@@ -175,13 +175,13 @@ class LmdbEnv:
                 self._close_files()
 
     def _close_files(self) -> None:
-        """Close all; the lock of the directory is held, and nobody uses them any more."""
+        """Close all; the lock of the directory is held, and no thread uses them."""
         self._registry.remove(self._key, self)
         self._files.close(is_sealed=self._is_sealed)
 
     @property
     def is_referred_to(self) -> bool:
-        """Whether somebody has it open; otherwise it is closed, or about to be."""
+        """Whether a user has it open; otherwise it is closed, or about to be."""
         return self._reference_count > 0
 
     def is_of(self, directory: Path) -> bool:

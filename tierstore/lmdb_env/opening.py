@@ -135,13 +135,15 @@ def _open_env(
                 if not isinstance(refusal, BackendCorruptError):
                     raise
                 # Not known to happen: what the verification lets pass, the library accepts.
-                renewed = seal.start_anew(directory, str(error), wait_seconds_max=wait_seconds_max)
-                if renewed is None:
+                replaced = seal.replace_damaged(
+                    directory, str(error), wait_seconds_max=wait_seconds_max
+                )
+                if replaced is None:
                     seal.distrust(directory, str(error))
                     raise BackendCorruptError(
                         f"{refusal}, once the process that has it open has ended"
                     ) from error
-                admission = renewed
+                admission = replaced
                 env = open_library(directory, map_bytes, readahead=readahead, durable=durable)
             return env, admission
     except LibraryError as error:

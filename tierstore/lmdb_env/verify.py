@@ -65,7 +65,7 @@ class _Tree:
 
 
 def find_damage(descriptor: int, *, page_count_max: int) -> str:
-    """Verify a data file that nobody has open; return what is wrong with it, empty: nothing.
+    """Verify a data file that no process has open; return what is wrong with it, empty: nothing.
 
     An empty file is a new one. More pages than `page_count_max` and than the file has are taken for
     damage. Reads every page of every tree, and the head of every overflow run: in the kernel's
@@ -99,8 +99,8 @@ class _Verification:
             damage("database", "named databases in a named database")
         # Last, so that a page that is free and used is found here.
         self._use(free_pages, "free list")
-        # A page that is neither would be charged for good, and so would be each that a damaged
-        # number adds. The library's own audit wants them to add up, too.
+        # A page that is neither would stay charged, and so would each that a damaged number adds.
+        # The library's own audit requires that they add up, too.
         if not self._used[META_COUNT:].all():
             first = META_COUNT + int(np.argmin(self._used[META_COUNT:]))
             damage(f"page {first}", "without a purpose")
@@ -155,7 +155,7 @@ class _Verification:
             if (nodes.key_bytes != _FREE_KEY_BYTES).any() or (nodes.flags > BIG).any():
                 damage("free list", "a node")
             transactions = u64_at(content, nodes.key_at)
-            # By what the branches say the library searches: it would miss a list, or add it anew.
+            # The library searches by the branches: it would miss a list, or add it a second time.
             ends = np.cumsum(nodes.counts)
             is_misled = bool((transactions[ends - nodes.counts] < floors[: len(block)]).any())
             before = ends[: len(floors) - 1] - 1

@@ -146,7 +146,7 @@ class PageCheck:
         for segment, row in self._segments.items():
             if row.state == SegmentState.DEAD:
                 if segment not in empty and not row.writing_count:
-                    yield f"segment {segment} is dead, and nobody gives it back"
+                    yield f"segment {segment} is dead, and is not given back"
                 if row.pending_pages > row.charged_pages or (
                     segment in empty and row.pending_pages != row.charged_pages
                 ):
@@ -187,7 +187,7 @@ class PageCheck:
                 yield f"unit {key:#x} says that {count} of its pages were freed"
 
     def _rest_pages(self, row: SegmentRow, freed_pages: int) -> int:
-        """Return what is charged for a living segment beside what it holds and gives back."""
+        """Return what a living segment is charged besides what it holds and gives back."""
         pages = self._geometry.charged_end(row.next_page, row.page_count) - row.next_page
         if not self._geometry.unit_pages:
             freed_pages = row.next_page - row.held_pages

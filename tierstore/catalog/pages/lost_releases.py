@@ -1,9 +1,9 @@
-"""Releases that a power cut has undone: the catalog says that they are done, the blocks are there.
+"""Releases that a power cut has undone: done according to the catalog, but the blocks are there.
 
-A release is recorded when the file system has taken the blocks back, which its device may hear of
-later than of the catalog. Who opens the path alone compares what each segment takes with what it is
-charged, and punches again whatever no row holds. Segments without a row are released by the data
-planes, a little later: here, if they do not fit into the capacity until then.
+A release is recorded when the file system has taken the blocks back, which may reach the device
+later than the catalog does. An opener that is alone compares what each segment takes with what it
+is charged, and punches again whatever no row holds. Unreferenced segments are released by the data
+planes, a little later; or here, if they do not fit into the capacity until then.
 """
 
 import os
@@ -54,7 +54,7 @@ def repeat_lost_releases(
     """Give back what no row holds of the segments that take more than they are charged.
 
     `stored` are the pages that each segment takes, on the rank that has most of it. All of them
-    have rows; nobody else may have the path open. O(segments), and O(records) if any takes too
+    have rows; no other process may have the path open. O(segments), and O(records) if any takes too
     much.
 
     Raises:
@@ -118,7 +118,7 @@ def _mark_records(
     rows: Mapping[int, SegmentRow],
     held: Mapping[int, _Pages],
 ) -> None:
-    """Mark what records hold, but for those in segments that are dead."""
+    """Mark what records hold, except those in dead segments."""
     living = [segment for segment, row in rows.items() if row.state != SegmentState.DEAD]
     values: list[bytes] = []
     with txn.cursor(db=databases.records) as cursor:

@@ -1,4 +1,4 @@
-"""Pages of a tier within one write transaction: who holds them, and what they cost.
+"""Pages of a tier within one write transaction: what holds them, and what they cost.
 
 A page is never used twice: segments are appended to and then released. Pages of evicted or aborted
 records stay charged until every rank has given them back. Where the file system takes back larger
@@ -93,7 +93,7 @@ class Space:
     def free_pages(self) -> int:
         """Return the pages on all ranks that may be charged, less than none if there are too many.
 
-        Rows of what this transaction has placed come later, and are reckoned with now.
+        Rows of what this transaction has placed come later, and are counted now.
         """
         return self.budget.free_pages(self.state)
 
@@ -144,7 +144,7 @@ class Space:
         return laid_out
 
     def end_writing(self, extents: RowArray) -> RowArray:
-        """Note that extents are not being written any more; return those in living segments.
+        """Note that extents are no longer being written; return those in living segments.
 
         A dead segment goes when the last of them has ended.
         """
@@ -212,7 +212,7 @@ class Space:
     def kill_segments(self, namespace: bytes) -> None:
         """Take all segments of a namespace, with their records, out of the tier. O(segments).
 
-        Each is given back whole as soon as nobody writes to it.
+        Each is given back whole as soon as nothing is being written to it.
         """
         for segment, found in self.segments.all():
             if found.namespace != namespace:
@@ -299,7 +299,7 @@ class Space:
                 self._mark_empty(segment)
 
     def _mark_empty(self, segment: int) -> bool:
-        """Return whether a segment holds nothing any more; then all of it is pending."""
+        """Return whether a segment holds nothing; then all of it becomes pending."""
         row = self.segments.row(segment)
         if row.state == SegmentState.DEAD:
             is_empty = not row.writing_count
