@@ -115,7 +115,7 @@ class Harness:
         return keys
 
     def listed(self):
-        """Return the segments as a search for orphans lists them."""
+        """Return the segments as a search for unreferenced ones lists them."""
         is_file = self.config.backend == "file"
         return {s: len(pages) * is_file for s, pages in self.disk.segments.items()}
 

@@ -29,7 +29,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class RequestPlaces:
-    """Wanted: one place per key."""
+    """Reserve one place per key."""
 
     ticket: int
     keys: tuple[OffloadKey, ...]
@@ -40,7 +40,7 @@ class RequestPlaces:
 
 @dataclass(frozen=True, slots=True)
 class CommitTicket:
-    """Written: the records of a ticket but the failed ones (all of them: None)."""
+    """The records of a ticket were written, except the failed ones (None: all of them failed)."""
 
     ticket: int
     failed: frozenset[int] | None
@@ -48,28 +48,28 @@ class CommitTicket:
 
 @dataclass(frozen=True, slots=True)
 class TouchKeys:
-    """Used: records, tail first."""
+    """Records were used; their keys, tail first."""
 
     keys: tuple[OffloadKey, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RemoveKeys:
-    """Worthless: records."""
+    """Records are worthless, and go."""
 
     keys: tuple[OffloadKey, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseDone:
-    """Given back: the bytes of a `Freed`."""
+    """The bytes of a `Freed` were given back on every rank."""
 
     release_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class ForgetNamespace:
-    """Unwanted: all records of a namespace."""
+    """No record of a namespace is wanted any more."""
 
     namespace: Namespace
 
@@ -84,27 +84,27 @@ class BeginEpoch:
 
 @dataclass(frozen=True, slots=True)
 class LosePayload:
-    """What was recorded in these segments until now leads to nothing; it is recorded anew."""
+    """The files of these segments are gone: records made there until now are replaced on demand."""
 
     segments: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Look again whether there is room for what waits and for what comes next."""
+    """Make room for the requests that wait and for those that come next."""
 
     page_count: int = 0
-    """Of one rank: so much is evicted in any case."""
+    """Pages of one rank that are evicted in any case."""
 
 
 @dataclass(frozen=True, slots=True)
 class SweepGarbage:
-    """Idle: remove some rows of forgotten namespaces."""
+    """The writer is idle: remove some rows of forgotten namespaces."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Over: this process asks for nothing more."""
+    """This process ends: it asks for nothing more."""
 
 
 Operation = (
@@ -123,7 +123,7 @@ Operation = (
 
 
 def take_all(events: deque[Item]) -> list[Item]:
-    """Take what is there; another thread may take it, too."""
+    """Take all that is there now; another thread may take from it at the same time."""
     taken: list[Item] = []
     with suppress(IndexError):
         while True:

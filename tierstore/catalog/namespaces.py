@@ -1,8 +1,8 @@
-"""Whose records a catalog holds: manifests, the owners who ask for them, and their end."""
+"""Namespaces of a catalog: their manifests, epochs and owners, and how they are forgotten."""
 
 from collections.abc import Callable
 
-from tierstore.catalog.floors import Floors
+from tierstore.catalog.garbage import Floors
 from tierstore.catalog.pages.budget import read_owners
 from tierstore.catalog.pages.space import Space
 from tierstore.catalog.rows import (
@@ -47,7 +47,7 @@ class Namespaces:
             self._txn.delete(namespace, db=self._databases.namespaces)
 
     def forget_dead_epochs(self, is_dead: Callable[[int], bool]) -> None:
-        """Forget the namespaces whose only owner is dead: nobody will ever ask for them."""
+        """Forget the namespaces whose only owner is dead: no process will ask for them."""
         with self._txn.cursor(db=self._databases.epochs) as cursor:
             epochs = [(Namespace(bytes(key)), parse_number(owner)) for key, owner in cursor]
         for namespace, owner in epochs:
@@ -63,7 +63,7 @@ class Namespaces:
         used = {row.namespace for row in read_owners(self._txn, self._databases).values()}
         used |= {
             row.namespace
-            for _, row in self._space.all_segments()
+            for _, row in self._space.segments.all()
             if row.state == SegmentState.ACTIVE or row.record_count or row.writing_count
         }
         with self._txn.cursor(db=self._databases.namespaces) as cursor:
@@ -75,11 +75,11 @@ class Namespaces:
         return len(unused)
 
     def leave(self, owner: int) -> None:
-        """Let an owner promise nothing to anybody any more."""
+        """Remove the row of an owner, and with it the capacity that it was promised."""
         self._txn.delete(segment_key(owner), db=self._databases.owners)
 
     def leave_dead(self, is_dead: Callable[[int], bool]) -> None:
-        """Let dead owners leave."""
+        """Remove the rows of dead owners."""
         for owner in read_owners(self._txn, self._databases):
             if is_dead(owner):
                 self.leave(owner)

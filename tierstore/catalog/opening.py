@@ -1,4 +1,4 @@
-"""Who may open a catalog: its version, its kind, its identity; and what is entered of him."""
+"""What is compared when a catalog is opened, version, kind and identity, and what is entered."""
 
 import logging
 import secrets
@@ -8,10 +8,10 @@ from xxhash import xxh3_64_intdigest
 from tierstore.backend.inventory import stored_segments, trim_segments
 from tierstore.bounded_log import bounded
 from tierstore.catalog.check import verify_sums
-from tierstore.catalog.owners import OwnerLock, bury_dead, is_owner_dead
+from tierstore.catalog.owners import OwnerLock, is_owner_dead, remove_dead
 from tierstore.catalog.pages.budget import read_owners
-from tierstore.catalog.pages.orphans import release_orphans
-from tierstore.catalog.pages.space import Space
+from tierstore.catalog.pages.state import find_state, read_version
+from tierstore.catalog.pages.unreferenced import release_unreferenced
 from tierstore.catalog.rows import (
     CATALOG_VERSION,
     Databases,
@@ -51,7 +51,7 @@ _FIRST_NUMBER_MAX = 1 << 30
 """Segments and owners have 31 bits: half of them are left to count on."""
 _FIRST_ID_MAX = 1 << 48
 _VERSION_END = 1 << 6
-"""No release writes such a version: who reads one reads damage."""
+"""No release writes such a version: one that is read is damage."""
 _RANK_COUNT_END = 1 << 16
 _UNITS_KEY = b"units"
 
@@ -65,7 +65,7 @@ def require_version(
         CatalogError: they are of another version.
         CatalogDamagedError: so it seems, in a file that `is_suspect`, or it cannot be.
     """
-    version = Space.read_version(txn, databases)
+    version = read_version(txn, databases)
     if version is not None and version != CATALOG_VERSION:
         if is_suspect or not 0 < version < _VERSION_END:
             raise CatalogDamagedError(f"the rows are of version {version}")
@@ -77,10 +77,10 @@ def require_version(
 
 
 def must_verify(txn: Transaction, databases: Databases, admission: Admission) -> bool:
-    """Return whether nobody knows what the rows say: there are some, and no seal that fits.
+    """Return whether the rows must be verified: there are some, and no seal that fits.
 
     A power cut may mix older pages into them. Pages carry no mark of their age: a tree may be
-    whole, and say what was never true. Who has the path open with others relies on the first one.
+    whole, and say what was never true. An opener that is not alone relies on the first one.
     """
     if admission.is_proven or not (admission.is_alone or admission.is_suspect):
         return False
@@ -92,7 +92,7 @@ def enter_units(
 ) -> BlockUnits:
     """Return the units by which the path is accounted: ours, or larger ones from before.
 
-    Another file system may lie below a path that was copied, or mounted anew. What was measured
+    Another file system may lie below a path that was copied or mounted again. What was measured
     with too little room counts only for a path on which nothing is accounted yet.
 
     Raises:
@@ -133,16 +133,16 @@ def enter_state(
     """
     backend = _backend_number(config.backend)
     rank_count = geometry.rank_count
-    state = Space.read_state(txn, databases)
+    state = find_state(txn, databases)
     if state is None:
         state = _first_state(backend, rank_count)
         if config.backend == "lmdb":
             segments = stored_segments(config, geometry)
-        release_orphans(txn, databases, state, segments)
+        release_unreferenced(txn, databases, state, segments)
         return state
     verify_sums(txn, databases, state)
     _require_kind(config, state, backend, rank_count, is_suspect=is_suspect)
-    release_orphans(txn, databases, state, segments)
+    release_unreferenced(txn, databases, state, segments)
     if config.backend != "lmdb":
         trim_segments(config, _charged_segments(txn, databases))
     return state
@@ -159,7 +159,7 @@ def _require_kind(
     config: SecondaryConfig, state: StateRow, backend: int, rank_count: int, *, is_suspect: bool
 ) -> None:
     if len(_BACKENDS) <= state.backend < _PLUG_IN_MIN or not 0 < state.rank_count < _RANK_COUNT_END:
-        raise CatalogDamagedError("nobody can say which kind of tier it is of")
+        raise CatalogDamagedError("its kind of tier is unknown")
     is_ours = state.backend == backend
     is_ours &= config.backend != "lmdb" or state.rank_count == rank_count
     if is_suspect and not is_ours:
@@ -185,8 +185,8 @@ def _charged_segments(txn: Transaction, databases: Databases) -> dict[int, tuple
 def _first_state(backend: int, rank_count: int) -> StateRow:
     """Return the state of a new catalog.
 
-    Its numbers begin anywhere: those of a catalog that was removed while it was in use must not
-    come again, since its owners and their ranks may act on them still.
+    Its numbers begin at random, not at 1: those of a catalog that was removed while it was in use
+    must not come again, since its owners and their ranks may still act on them.
     """
     return StateRow(
         CATALOG_VERSION,
@@ -239,14 +239,16 @@ def enter_owner(
     manifest: Manifest,
     state: StateRow,
 ) -> OwnerLock:
-    """Become an owner: a locked file, and a row with what we are promised.
+    """Become an owner: a locked file, and a row with the capacity that it was promised.
 
     Raises:
         CatalogError: the file cannot be made or locked.
         ConfigError: an lmdb tier is open with another capacity.
     """
     directory = config.path / "owners"
-    bury_dead(directory)
+    remove_dead(directory)
+    # Of several capacities the smallest living one holds (`Budget`). With the first or the last
+    # opener's, another one would find more on disk than it was promised.
     for owner, row in read_owners(txn, databases).items():
         if row.capacity_bytes == config.capacity_bytes or is_owner_dead(directory, owner):
             continue

@@ -1,9 +1,9 @@
-"""Who shares a path: one file per owner, `owners/<id>.lock`, locked as long as anyone acts for him.
+"""The owners of a path: one file each, `owners/<id>.lock`, locked as long as a process acts for it.
 
 An owner is a process with a control plane, together with the data planes of its ranks, which may
-outlive it. Each holds a shared lock; who can have the exclusive one finds nobody left. The kernel
-drops a lock when its process dies, however it dies. An id is never used twice, and an owner has
-rows in the catalog only while his file is locked or after his death.
+outlive it. Each holds a shared lock. Whoever gets the exclusive lock knows that the owner is dead:
+the kernel drops a lock when its process dies, however it dies. An id is never used twice, and an
+owner has rows in the catalog only while its file is locked or after its death.
 """
 
 import errno
@@ -23,11 +23,11 @@ from tierstore.device.marker import open_below
 from tierstore.device.remedies import explain
 from tierstore.errors import BackendError, CatalogError
 
-__all__ = ["OwnerLock", "OwnerLocks", "bury_dead", "is_owner_dead"]
+__all__ = ["OwnerLock", "OwnerLocks", "is_owner_dead", "remove_dead"]
 
 _JOIN_ATTEMPTS = 50
 _JOIN_PAUSE_SECONDS = 0.01
-"""Somebody who looks whether an owner is dead has his lock for a moment."""
+"""A process that checks whether an owner is dead has its lock for a moment."""
 
 _NAME = re.compile(r"(0|[1-9][0-9]{0,9})\.lock", re.ASCII)
 """Of an owner's file; ids have 32 bits."""
@@ -53,10 +53,10 @@ class OwnerLock:
 
     @classmethod
     def create(cls, directory: Path, owner: int) -> Self:
-        """Create and lock the file, inside a write transaction, lest it be judged too early.
+        """Create and lock the file, inside a write transaction, so that it is not judged too early.
 
         Raises:
-            BackendForeignError: what has its name is somebody else's.
+            BackendForeignError: its name belongs to something else.
             CatalogError: the directory cannot be written, or the file is locked.
         """
         path = directory / _name_of(owner)
@@ -66,8 +66,8 @@ class OwnerLock:
         except OSError as error:
             raise CatalogError(explain(path, error)) from error
         try:
-            # Nobody else may have it now: ranks of an owner with this id, of a catalog that is no
-            # more, would write what is not accounted for.
+            # Exclusive first: ranks of an owner with this id in a removed catalog would write what
+            # is not accounted for.
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             fcntl.flock(descriptor, fcntl.LOCK_SH)
         except OSError as error:
@@ -80,7 +80,7 @@ class OwnerLock:
 
     @classmethod
     def join(cls, directory: Path, owner: int) -> Self | None:
-        """Lock the file of a live owner, too; None: he is dead, or cannot be joined."""
+        """Lock the file of a live owner, too; None: it is dead, or cannot be joined."""
         path = directory / _name_of(owner)
         try:
             with _open(directory) as owners:
@@ -93,7 +93,7 @@ class OwnerLock:
             except OSError:
                 time.sleep(_JOIN_PAUSE_SECONDS)
                 continue
-            if os.fstat(descriptor).st_nlink == 0:  # buried between the two calls
+            if os.fstat(descriptor).st_nlink == 0:  # removed between the two calls
                 break
             return cls(path, owner, descriptor)
         os.close(descriptor)
@@ -102,7 +102,7 @@ class OwnerLock:
     def is_in_place(self) -> bool:
         """Return whether the locked file is still where others look for it.
 
-        True also where nobody can tell, for the device fails.
+        True also where the device fails, since nothing is known then.
         """
         try:
             ours, theirs = os.fstat(self._descriptor), self._path.stat()
@@ -117,13 +117,13 @@ class OwnerLock:
                 self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Give up the lock, and remove the file if nobody else holds it; idempotent."""
+        """Give up the lock, and remove the file if no other process holds it; idempotent."""
         if self._descriptor >= 0:
-            # Left to the next opener otherwise: a rank may write on.
+            # If a rank holds it, it may write on: the next opener removes the file.
             with suppress(OSError, BackendError):
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 with _open(self._path.parent) as owners:
-                    _bury(owners, self._path.name, self._descriptor)
+                    _remove(owners, self._path.name, self._descriptor)
             self.leave_to_parent()
 
     def leave_to_parent(self) -> None:
@@ -149,11 +149,11 @@ class OwnerLocks:
             self._is_shared = self._is_shared or self._has_catalog()
 
     def hold(self, owner: int) -> bool:
-        """Return whether the owner lives, and let him live until `close`; thread-safe.
+        """Return whether the owner lives, and keep it alive until `close`; thread-safe.
 
-        False: somebody may have taken over his places, so nothing may be written there; or the path
-        was removed, and what comes there is somebody else's. Where no catalog was ever seen below
-        the path it is of another machine, and nobody shares it here.
+        False: its places may have been taken over, or the path was removed and may be another
+        tier's now, so nothing may be written there. A path below which no catalog was ever seen is
+        on another machine than its catalog: there are no other owners here.
         """
         with self._lock:
             held = self._locks.get(owner)
@@ -193,17 +193,17 @@ def _leave_all_to_parent() -> None:
 
 
 def is_owner_dead(directory: Path, owner: int) -> bool:
-    """Return whether nobody acts for an owner; his file is removed then, so nobody ever will."""
+    """Return whether no process acts for an owner; its file is removed then, so that none will."""
     try:
         with _open(directory) as owners:
             return _is_dead(owners, _name_of(owner))
     except FileNotFoundError:
         return True
     except (OSError, BackendError):
-        return False  # unknown: leave his rows alone
+        return False  # unknown: leave its rows alone
 
 
-def bury_dead(directory: Path) -> None:
+def remove_dead(directory: Path) -> None:
     """Remove the files of dead owners, inside a write transaction."""
     with suppress(OSError, BackendError), _open(directory) as owners:
         for name in [entry.name for entry in owners.entries()]:
@@ -219,13 +219,13 @@ def _is_dead(owners: Directory, name: str) -> bool:
     try:
         descriptor = owners.open_file(name, os.O_RDWR)
     except FileNotFoundError:
-        return True  # or something else was there, which nobody can have locked
+        return True  # or something else was there, which no process can have locked
     except (OSError, BackendError):
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # While it is locked: who waits to join must find it gone.
-        _bury(owners, name, descriptor)
+        # While it is locked: a process that waits to join must find it gone.
+        _remove(owners, name, descriptor)
     except OSError:
         return False
     else:
@@ -234,8 +234,8 @@ def _is_dead(owners: Directory, name: str) -> bool:
         os.close(descriptor)
 
 
-def _bury(owners: Directory, name: str, descriptor: int) -> None:
-    """Remove a file, unless its name is another one's by now."""
+def _remove(owners: Directory, name: str, descriptor: int) -> None:
+    """Remove a file, unless its name belongs to another one by now."""
     with suppress(FileNotFoundError):
         if os.path.samestat(owners.status(name), os.fstat(descriptor)):
             owners.unlink(name)

@@ -6,10 +6,10 @@ from functools import partial
 
 import numpy as np
 
-from tierstore.catalog.floors import Floors
+from tierstore.catalog.garbage import Floors, Sweep
 from tierstore.catalog.namespaces import Namespaces
-from tierstore.catalog.pages.orphans import release_orphans
 from tierstore.catalog.pages.space import Space
+from tierstore.catalog.pages.unreferenced import release_unreferenced
 from tierstore.catalog.rows import (
     ORDER_PAGES_BYTES,
     RECORD_DTYPE,
@@ -21,7 +21,6 @@ from tierstore.catalog.rows import (
     split,
     wide_key,
 )
-from tierstore.catalog.sweep import Sweep
 from tierstore.errors import CatalogDamagedError
 from tierstore.geometry import SpaceGeometry
 from tierstore.key import NAMESPACE_BYTES, OffloadKey
@@ -71,7 +70,7 @@ class CatalogTxn:
         self.namespaces = Namespaces(txn, databases, space, self.floors)
         self.evicted: list[OffloadKey] = []
         self.relied_on: set[int] = set()
-        """Where the records lie that were found instead of being made."""
+        """Segments of the records that were found instead of being written."""
         self.freed: tuple[int, PendingRow] | None = None
         """The release, by id, of what this transaction freed; None: nothing, or it goes on."""
         self._dropped_count = 0
@@ -114,16 +113,16 @@ class CatalogTxn:
         return Ticket(tuple(keys), records, extents, pending_id)
 
     def commit(self, ticket: Ticket, failed: Collection[int]) -> bool:
-        """Publish a ticket's records but the failed ones and those that another process has.
+        """Publish a ticket's records, except the failed ones and those that another process has.
 
-        The last key becomes the oldest, so that a prefix loses its tail first. False: somebody has
-        taken us for dead, and the places for free.
+        The last key becomes the oldest, so that a prefix loses its tail first. False: another
+        process took this owner for dead, and its places for free.
         """
         if self.space.pending.find(ticket.pending_id) is None:
             return False
         self.space.pending.remove(ticket.pending_id)
         living = self.space.end_writing(ticket.extents)
-        self.space.add_extents(living)
+        self.space.extents.add(living)
         places = ticket.records["place"]
         written = np.ones(len(places), bool)
         if len(living) < len(ticket.extents):
@@ -136,7 +135,7 @@ class CatalogTxn:
         if kept:
             kept.reverse()
             self._publish([ticket.keys[index] for index in kept], ticket.records[kept])
-            self.space.count_in(places[kept])
+            self.space.segments.count_in(places[kept])
             for segment in np.unique(places["segment"][kept]).tolist():
                 self.space.trim_segment(segment)
         failed_places = places[written & ~good]
@@ -145,19 +144,20 @@ class CatalogTxn:
         return True
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Make recorded keys the youngest, in order; count one use each.
+        """Make recorded keys the youngest, in order.
 
-        But for records that leave in the order in which they were written.
+        Except records that leave in the order in which they were written.
         """
         ordered = list(dict.fromkeys(reversed(keys)))[::-1]
         found, records = self._find(ordered)
         if found and self._geometry.unit_pages != 1:
+            # Records that share a unit of the file system leave together. By LRU, units would stay
+            # half empty, and charged.
             strides = records["place"]["stride_pages"].tolist()
             moving = [i for i, pages in enumerate(strides) if not self._geometry.keeps_order(pages)]
             found, records = [found[index] for index in moving], records[moving]
         if found:
             self._delete_order(records)
-            records["uses"] += 1
             self._publish(found, records)
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
@@ -186,7 +186,7 @@ class CatalogTxn:
         """Evict the oldest unpinned records until both counts are reached; return how many went.
 
         `page_count` is of one rank. At most `_EVICT_COUNT_MAX` records per transaction. Garbage on
-        the way goes, too, and frees nothing: who needs pages asks again.
+        the way goes, too, and frees nothing: a caller that needs pages asks again.
         """
         sequences: list[bytes] = []
         keys: list[bytes] = []
@@ -252,17 +252,17 @@ class CatalogTxn:
                 row.owner = self.space.owner
                 self.space.pending.put(pending_id, row)
                 releases.append((pending_id, row))
-        for segment, segment_row in self.space.all_segments():
+        for segment, segment_row in self.space.segments.all():
             if segment_row.state == SegmentState.ACTIVE and judge(segment_row.owner):
-                # Never appended to: its file may be missing, and would be preallocated anew
+                # Never appended to: its file may be missing, and would be preallocated again
                 # although pages of it were given back.
                 self.space.close_segment(segment)
                 self.space.trim_segment(segment)
         return releases
 
-    def charge_orphans(self, segments: Mapping[int, int]) -> bool:
-        """Charge the segments without a row; whoever recovers next releases them (`orphans`)."""
-        return release_orphans(self._txn, self._databases, self.space.state, segments)
+    def charge_unreferenced(self, segments: Mapping[int, int]) -> bool:
+        """Charge the segments without a row; the next `adopt_dead` releases them."""
+        return release_unreferenced(self._txn, self._databases, self.space.state, segments)
 
     def sweep(self, sweep: Sweep) -> Sweep:
         """Remove some garbage; return how far the pass has come once this is committed."""
@@ -273,7 +273,7 @@ class CatalogTxn:
         header_pages = self._geometry.header_pages
         ends = extents["header_page"] + header_pages + extents["count"] * extents["stride_pages"]
         pages = [
-            self._geometry.file_pages(end, self.space.segment(segment).page_count)
+            self._geometry.file_pages(end, self.space.segments.row(segment).page_count)
             for segment, end in zip(extents["segment"].tolist(), ends.tolist(), strict=True)
         ]
         return np.array(pages, "<u4")
@@ -324,5 +324,5 @@ class CatalogTxn:
 
     def _free(self, records: RowArray) -> None:
         places = records["place"]
-        self.space.count_out(places)
+        self.space.segments.count_out(places)
         self.space.free_places(places)

@@ -1,4 +1,4 @@
-"""What the errors of the library that keeps databases, and of the system below it, become."""
+"""Translation of the errors of LMDB, and of the system below it, into those of tierstore."""
 
 import re
 from collections.abc import Mapping
@@ -61,7 +61,7 @@ _REMEDIES: Mapping[type[TierStoreError], str] = {
 
 
 def translate(error: Exception, directory: Path) -> TierStoreError:
-    """Return the error of ours that stands for one of the library's."""
+    """Translate an error of the library."""
     kind = ERRORS.get(type(error).__name__, BackendError)
     # Its path is that of a descriptor, which says nothing.
     words = _DESCRIPTOR.sub("", str(error))
@@ -70,13 +70,13 @@ def translate(error: Exception, directory: Path) -> TierStoreError:
 
 
 def translate_os(error: OSError, directory: Path) -> BackendError:
-    """Return the error of ours that stands for one of the system's."""
+    """Translate an error of the system."""
     kind = BackendFullError if error.errno in FULL else BackendError
     return kind(explain(directory, error))
 
 
 def translate_memory(error: MemoryError, directory: Path) -> BackendError:
-    """Return the error of ours that stands for a lack of memory, which may pass."""
+    """Translate a lack of memory, which may pass."""
     return BackendError(
         f"{directory}: the system has no memory left ({escaped(error) or 'MemoryError'}); lower "
         "primary.capacity, or raise what limits the process (ulimit -v, the container)"

@@ -1,4 +1,4 @@
-"""The library that keeps databases: the only module that imports it, and how it is opened."""
+"""LMDB: the only module that imports it, and how an environment is opened."""
 
 import os
 from pathlib import Path
@@ -47,8 +47,8 @@ def open_library(
     try:
         if _has_readers(env, os.getpid()):
             # Of a killed process with our process id: a container starts its processes with the
-            # same ones. Nobody would free its snapshots as long as we live, but the library does
-            # when it closes after a reading.
+            # same ones. Its snapshots would stay as long as this process lives, but the library
+            # frees them when it closes after a reading.
             with env.begin():
                 pass
             env.close()

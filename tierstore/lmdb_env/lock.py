@@ -1,25 +1,26 @@
-"""The locks of an LMDB environment: who opens it just now, and who has it open.
+"""The locks of an LMDB environment: one for opening it, one for having it open.
 
-    opening.lock   ours: held while the files are verified, opened and first used, and while they
-                   are sealed; its content is the process id of its holder,
-                   who has its first byte locked for writing
-    lock.mdb       the library's: who has the environment open has locked its first byte, and who
-                   has read, the byte at the number of its process id. The mutexes of writers and
-                   the table of readers lie in it, shared in memory
+    opening.lock   tierstore's: held while the files are verified, opened and first used, and while
+                   they are sealed. Its content is the process id of its holder, which has its
+                   first byte locked for writing
+    lock.mdb       the library's: a process that has the environment open has locked its first byte,
+                   and one that has read, the byte at the number of its process id. The mutexes of
+                   writers and the table of readers lie in it, shared in memory
 
 Two openers are one too many for the library: the one that locks the first byte alone prepares
 `lock.mdb`, and each one that had to wait for that byte takes it for prepared. So openers take
-turns, and whoever finds that nobody has the environment open starts with an empty `lock.mdb`. A
-mutex that was held during a power cut would never be given back.
+turns, and an opener that finds that no process has the environment open begins with an empty
+`lock.mdb`. A mutex that was held during a power cut would never be given back.
 
-Who uses an environment can write to it, so it is his lock for writing that counts: that of the byte
-of his process id, which each of ours has as long as he has it open. Whoever could open the file for
-reading at some time may hold locks for reading on any byte; then all openers use a new file.
+A user of an environment can write to it, so its lock for writing counts: that of the byte of its
+process id, which every process of tierstore has as long as it has the environment open. A process
+that could open the file for reading at some time may hold locks for reading on any byte; then all
+openers use a new file.
 
-The library believes in process ids. It calls a reader dead if nobody has the byte of its process
-id locked: true across pid namespaces, for the kernel knows the holder and not the number. But two
-processes of one number would need one byte. The kernel knows the owner of a mutex by a number too,
-that of a thread: one more reason to share the pid namespace.
+The library relies on process ids. It calls a reader dead if no process has the byte of its process
+id locked. That is true across pid namespaces, since the kernel knows the holder and not the number.
+But two processes with one number would need one byte. The kernel knows the owner of a mutex by a
+number, too, that of a thread: one more reason to share the pid namespace.
 """
 
 import errno
@@ -57,7 +58,7 @@ LIBRARY_LOCK_NAME = "lock.mdb"
 _OPENING_LOCK_NAME = "opening.lock"
 _POLL_SECONDS = 0.01
 _BLOCKED_SECONDS = 0.2
-"""Who has just opened an environment has not yet the byte of his process id for so long at most."""
+"""A process that opens an environment has locked the byte of its process id so long after it."""
 
 _PROCESS_ID_BYTES_MAX = 20
 
@@ -101,8 +102,8 @@ def _take_turn(
 ) -> bool:
     """Lock its first byte for writing, and the file; return whether it is still the one to lock.
 
-    In this order, and given back in the other one: who has the lock of the file is a writer at any
-    time, however long he stands still between the two, or he is none of us.
+    In this order, and given back in the other one: the holder of the file's lock is a writer at any
+    time, however long it stands still between the two, or it is no process of tierstore.
     """
     blocked_until = time.monotonic() + _BLOCKED_SECONDS
     while not (_try_set(descriptor, fcntl.F_WRLCK) and _try_flock(descriptor)):
@@ -112,7 +113,7 @@ def _take_turn(
         if _is_writers(descriptor):
             blocked_until = now + _BLOCKED_SECONDS
         elif now >= blocked_until:
-            # Nor what another one, who was blocked as well, has put in its place by now.
+            # Not what another process, which was blocked as well, has put in its place by now.
             if _lies_there(directory, descriptor):
                 _replace(directory, _OPENING_LOCK_NAME)
             return False
@@ -128,7 +129,7 @@ def _take_turn(
 
 
 def _is_writers(descriptor: int) -> bool:
-    """Return whether a lock is that of somebody who can write to the file, which reading allows.
+    """Return whether the holder of a lock can write to the file; readers can lock it, too.
 
     An earlier release wrote its process id there, and locked no byte.
     """
@@ -149,7 +150,7 @@ def _replace(directory: Directory, name: str) -> None:
     with suppress(FileNotFoundError):
         directory.unlink(name)
     _logger.warning(
-        "locked by somebody who cannot write to it, and replaced: path=%s", directory.path / name
+        "locked by a process that cannot write to it, and replaced: path=%s", directory.path / name
     )
 
 
@@ -160,10 +161,10 @@ class LibraryLock:
         self._directory = directory
         self._descriptor = descriptor
         self.is_alone = False
-        """Whether no process has the environment open; then nobody can open it for now."""
+        """Whether no process has the environment open; then none can open it for now."""
 
     def prepare_file(self) -> None:
-        """Empty the file if nobody uses it; give it all its blocks.
+        """Empty the file if no process uses it; give it all its blocks.
 
         The library writes to it through a mapping, which in a file with holes on a device without
         room ends the process by SIGBUS.
@@ -176,9 +177,8 @@ class LibraryLock:
             size = min(os.fstat(self._descriptor).st_size, _FOREIGN_LOCK_FILE_BYTES_MAX)
             os.posix_fallocate(self._descriptor, 0, size or LOCK_FILE_BYTES)
             return
-        # Neither by a new file, if it can be helped, for a program that waits for a lock of this
-        # one would go on with it; nor by an empty one, for its blocks might be gone before they
-        # are asked for again.
+        # Not by a new file: a program that waits for a lock of this one would go on with it. Not
+        # by cutting it to nothing: its blocks might be gone before they are asked for again.
         os.ftruncate(self._descriptor, LOCK_FILE_BYTES)
         os.posix_fallocate(self._descriptor, 0, LOCK_FILE_BYTES)
         os.pwrite(self._descriptor, bytes(LOCK_FILE_BYTES), 0)
@@ -193,7 +193,7 @@ class LibraryLock:
         return self.is_alone or _try_set(self._descriptor, fcntl.F_RDLCK)
 
     def is_blocked(self) -> bool:
-        """Return whether locks keep us from being alone, but none of somebody who can write."""
+        """Return whether locks keep this process from being alone, but none for writing."""
         return not self.is_alone and _writer(self._descriptor, 0, _ALL_BYTES) is None
 
     def unlock(self) -> None:
@@ -201,7 +201,7 @@ class LibraryLock:
         _try_set(self._descriptor, fcntl.F_UNLCK)
 
     def writer_of(self, byte: int) -> int | None:
-        """Return a process that has a byte locked for writing, None: nobody.
+        """Return a process that has a byte locked for writing; None: there is none.
 
         A process of another pid namespace is 0; -1: unknown.
         """
@@ -233,7 +233,7 @@ def _try_set(descriptor: int, kind: int) -> bool:
 
 @contextmanager
 def library_lock(directory: Directory, *, wait_seconds_max: float) -> Iterator[LibraryLock]:
-    """Lock the library's first byte: alone if nobody has it open, else with those who have.
+    """Lock the library's first byte: alone if no process has it open, else with those that have.
 
     Under our opening lock, and while this process has not opened the environment: the kernel drops
     the locks that a process has on a file when the process closes any descriptor of it.

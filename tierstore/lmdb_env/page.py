@@ -187,7 +187,7 @@ def require(
 
 
 def damage(where: str, what: str) -> NoReturn:
-    """Give the file up.
+    """Report damage.
 
     Raises:
         ImageDamagedError: always.

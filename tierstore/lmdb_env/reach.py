@@ -1,10 +1,10 @@
-"""The pages that the library touches while it keeps the interpreter: asked for before, without it.
+"""Pages that the library touches while it holds the interpreter, touched before without it.
 
-Who begins or ends a reading writes to the table of readers, in the mapped lock file, and reads the
-first pages of the data file; the library holds the interpreter meanwhile. On a device that hangs
-such a page can be waited for without end: the kernel may just write it back, or have dropped it.
-So whoever reads touches these pages first through a mapping of his own, by calls that give the
-interpreter away: he alone waits then. What is left is the moment between the two.
+The begin and the end of a read transaction write to the table of readers, in the mapped lock file,
+and read the first pages of the data file; the library holds the interpreter meanwhile. On a device
+that hangs, such a page may be waited for without end: the kernel may just write it back, or have
+dropped it. So a reading thread touches these pages first through another mapping, by calls that
+release the interpreter: only this thread waits then. What is left is the moment between the two.
 """
 
 import ctypes
@@ -42,7 +42,7 @@ class ReachedPages:
         """Map the files of an environment that is open.
 
         Raises:
-            OSError: they cannot be opened or mapped, or somebody else has just cut them short.
+            OSError: they cannot be opened or mapped, or another process has just cut them short.
         """
         self._copy = ctypes.create_string_buffer(_DATA_BYTES)
         lock_file = files.open_file(LIBRARY_LOCK_NAME, os.O_RDWR)
@@ -68,7 +68,7 @@ class ReachedPages:
             ctypes.memset(address, 0, 1)
 
     def close(self) -> None:
-        """Give the mappings and the descriptor back; nobody may touch a page after that."""
+        """Give the mappings and the descriptor back; no page may be touched after that."""
         self._files.close()
 
 

@@ -1,14 +1,14 @@
-"""The data file of an LMDB environment while nobody has it open: verified, sealed, started anew.
+"""The data file of an LMDB environment that no process has open: verified, sealed, replaced.
 
     data.mdb   the library's data file
-    seal.bin   size and checksum of the data file as its last user left it; absent while it is used,
-               but by those who found that it does not fit: they suspect what it says
+    seal.bin   size and checksum of the data file as its last user left it. Absent while the file
+               is used, unless it did not fit: its users suspect what the file says
     distrust   a note: what the rows say cannot be right
 
 A seal that fits proves every bit. Where it does not fit, or there is none (a process was killed),
 the structure of the file is verified, page by page: see `verify`. A file with a damaged
-structure, or without one, is removed: what was in it is a cache. For the locks that this takes see
-`lock`.
+structure, or without one, is removed: what was in it is a cache. To verify pages and rows at each
+opening instead would be slower, and blind for what keys and values say. For the locks see `lock`.
 """
 
 import logging
@@ -23,10 +23,11 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 from tierstore.bounded_log import bounded
 from tierstore.device.directory import Directory
 from tierstore.errors import BackendError
+from tierstore.lmdb_env.image import image_bytes
 from tierstore.lmdb_env.lock import LIBRARY_LOCK_NAME, library_lock, opening_lock
-from tierstore.lmdb_env.verify import find_damage, image_bytes
+from tierstore.lmdb_env.verify import find_damage
 
-__all__ = ["DATA_NAME", "Admission", "admit", "distrust", "file_ids", "seal", "start_anew"]
+__all__ = ["DATA_NAME", "Admission", "admit", "distrust", "file_ids", "replace_damaged", "seal"]
 
 _logger = bounded(logging.getLogger(__name__))
 
@@ -47,7 +48,7 @@ _HOLES_BYTES_MAX = 1 << 30
 
 _CAUSE_BYTES_MAX = 1000
 _SEAL_WAIT_SECONDS_MAX = 5.0
-"""Who closes waits so long for others that open or close; a file without a seal is no harm."""
+"""A closing process waits so long for others that open or close; no seal does no harm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +56,11 @@ class Admission:
     """What was found before the library opened a data file."""
 
     damage: str = ""
-    """What was wrong with a file that was removed, in words; empty: none was."""
+    """What was wrong with a file that was removed; empty: none was."""
     is_suspect: bool = False
     """It is not as it was left, but its structure is sound: what it says must be verified."""
     is_alone: bool = True
-    """Nobody else had it open."""
+    """No other process had it open."""
     is_proven: bool = False
     """It is as it was left, bit by bit."""
 
@@ -87,17 +88,19 @@ def admit(directory: Directory, *, map_bytes: int, wait_seconds_max: float) -> A
             _remove(directory, damage)
         is_suspect = seal_fits is False and not damage
         if not is_suspect:
-            # Last, so that who is killed before has changed nothing. A suspicion stays until the
-            # next seal: it concerns those too who come before the rows are verified.
+            # Last, so that a process that is killed before has changed nothing. A suspicion stays
+            # until the next seal: it concerns openers, too, that come before the rows are verified.
             with suppress(FileNotFoundError):
                 directory.unlink(_SEAL)
-        # By us, for the library's own file would have the mode that the process's mask leaves.
+        # Not by the library: its file would have the mode that the process's mask leaves.
         os.close(directory.open_file(DATA_NAME, os.O_RDWR | os.O_CREAT))
         is_proven = seal_fits is True and not damage
         return Admission(damage, is_suspect=is_suspect, is_proven=is_proven)
 
 
-def start_anew(directory: Directory, cause: str, *, wait_seconds_max: float) -> Admission | None:
+def replace_damaged(
+    directory: Directory, cause: str, *, wait_seconds_max: float
+) -> Admission | None:
     """Remove a data file that the library refused; None: another process has it open.
 
     Under `opening_lock`.
@@ -115,7 +118,7 @@ def start_anew(directory: Directory, cause: str, *, wait_seconds_max: float) -> 
 
 
 def seal(directory: Directory) -> None:
-    """Seal the data file, unless another process has it open or somebody distrusts it.
+    """Seal the data file, unless another process has it open or distrusts it.
 
     Never raises: a file without a seal is verified in another way.
     """
@@ -134,7 +137,7 @@ def seal(directory: Directory) -> None:
 
 
 def distrust(directory: Directory, cause: str) -> None:
-    """Let the next process that has the files for itself start anew; never raises."""
+    """Let the next process that has the files for itself start with an empty one; never raises."""
     with suppress(OSError, BackendError):
         directory.write(_DISTRUST, cause.encode()[:_CAUSE_BYTES_MAX] or b"?")
 
@@ -154,7 +157,7 @@ def _require_data(directory: Directory) -> None:
     if not directory.has_file(DATA_NAME):
         raise BackendError(
             f"{directory.path / DATA_NAME}: was removed or replaced while another process has it "
-            "open; end that process, or let it open its path anew"
+            "open; end that process, or let it open its path again"
         )
     directory.tighten_file(DATA_NAME)
 
@@ -163,7 +166,7 @@ def _noted_damage(directory: Directory) -> str:
     content = directory.read(_DISTRUST, _CAUSE_BYTES_MAX)
     if content is None:
         return ""
-    # Who is killed while he notes it leaves a part of the words.
+    # A process that is killed while it notes it leaves a part of the words.
     words = "".join(filter(str.isprintable, content.decode(errors="replace")))
     return words or "it was distrusted"
 
@@ -172,7 +175,9 @@ def _remove(directory: Directory, damage: str) -> None:
     for name in (DATA_NAME, _DISTRUST):
         with suppress(FileNotFoundError):
             directory.unlink(name)
-    _logger.warning("database damaged, started anew: directory=%s cause=%s", directory.path, damage)
+    _logger.warning(
+        "database damaged, replaced by an empty one: directory=%s cause=%s", directory.path, damage
+    )
 
 
 def _fits(sealed: bytes, directory: Directory) -> bool | None:
@@ -212,7 +217,7 @@ def _find_damage(directory: Directory, map_bytes: int) -> str:
 
 
 def _cut_off(descriptor: int, size_bytes: int) -> None:
-    # Of a transaction that failed, or somebody else's: no capacity is charged for it.
+    # Left by a transaction that failed, or foreign: no capacity is charged for it.
     if os.fstat(descriptor).st_size > size_bytes:
         os.ftruncate(descriptor, size_bytes)
 

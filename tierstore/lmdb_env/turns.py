@@ -1,13 +1,13 @@
-"""Whose turn it is to write to an LMDB environment: a lock before the library's own.
+"""Turns in writing to an LMDB environment: a lock before the library's own.
 
     writer.lock   without content. Byte 0 is locked by the process that runs a write transaction,
-                  byte 1, shared, by those who wait for it
+                  byte 1, shared, by those that wait for it
 
 The library's mutex of writers cannot be waited for with a limit: a process that was stopped within
-a transaction would stop everybody. So this lock goes before it, and is polled. It is a record lock
-of the process, so that the kernel drops it when the process dies, tells others who holds it, and
-does not pass it on by a fork. It would be dropped, too, if this process closed another descriptor
-of the file: nobody else opens it.
+a transaction would stop all. So this lock goes before it, and is polled. It is a record lock of the
+process: the kernel drops it when the process dies, tells others which process holds it, and does
+not pass it on by a fork. It would be dropped, too, if this process closed another descriptor of the
+file, so nothing else opens it.
 """
 
 import errno
@@ -28,11 +28,11 @@ _HELD, _WAITED_FOR = 0, 1
 _PAUSE_SECONDS_MIN = 0.00005
 _PAUSE_SECONDS_MAX = 0.001
 _COURTESY_SECONDS = 0.002
-"""Longer than a waiting process pauses: it comes before one who has just had his turn."""
+"""Longer than a waiting process pauses: it goes before one that has just had its turn."""
 _TURN_SECONDS = 0.05
-"""Who had his turn longer ago did not come back at once."""
+"""A process that had its turn longer ago did not come back at once."""
 _STUCK_SECONDS = 0.02
-"""So long a holder is waited for who was waited for in vain and has held it ever since."""
+"""Each further wait for a holder that exceeded one, until it lets go."""
 
 _FLOCK = struct.Struct("hhqqi4x")
 """The kernel's `struct flock` on 64 bits: type, whence, start, length, process (0)."""
@@ -45,7 +45,7 @@ class WriterLock:
         """Open the file of the lock.
 
         Raises:
-            BackendError: it is no file of ours.
+            BackendError: the name belongs to something else.
             OSError: it cannot be opened.
         """
         self._directory = directory.path
@@ -53,14 +53,14 @@ class WriterLock:
         self._threads = threading.Lock()
         self._descriptor = directory.open_file(_NAME, os.O_RDWR | os.O_CREAT)
         self._stuck_holder: int | None = None
-        """Who was waited for in vain, and has not let go since."""
+        """The process that exceeded a wait, and has not let go since."""
         self._stuck_since = 0.0
         self._released_at = -_TURN_SECONDS
 
     def acquire(self) -> None:
         """Wait for the turn of this thread, for a bounded time.
 
-        A holder who was waited for in vain is waited for only a moment until it lets go.
+        A holder that exceeded a wait is waited for only a moment until it lets go.
 
         Raises:
             BackendBusyError: it did not come; the message names the process that holds the lock.
@@ -87,7 +87,7 @@ class WriterLock:
             self._threads.release()
 
     def close(self) -> None:
-        """Close the file; nobody waits any more."""
+        """Close the file; no thread waits for it."""
         os.close(self._descriptor)
 
     def _give_way(self) -> None:
@@ -111,7 +111,7 @@ class WriterLock:
             is_known = holder is not None and holder == self._stuck_holder
             if now >= until or (is_known and now - began_at >= _STUCK_SECONDS):
                 if not is_known and now - since >= (now - began_at) / 2:
-                    # Else there is traffic, and nobody is stuck.
+                    # Else there is traffic, and no process is stuck.
                     self._stuck_holder, self._stuck_since = holder, since
                 raise self._busy(holder, now - (self._stuck_since if is_known else since))
             time.sleep(pause)
@@ -133,7 +133,7 @@ class WriterLock:
         )
 
     def _holder(self) -> int | None:
-        """Return the process that writes, None: nobody or this one.
+        """Return the process that writes; None: this one, or none.
 
         A process of another pid namespace is 0.
         """

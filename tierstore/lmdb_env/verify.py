@@ -7,21 +7,18 @@ keys and values say, nor that keys are in order: those cost a miss, or a catalog
 """
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.device.system import read_up_to_end
+from tierstore.lmdb_env.image import META_COUNT, Image
 from tierstore.lmdb_env.page import (
     BIG,
     BRANCH,
     DB_DTYPE,
     HEADER_BYTES,
     LEAF,
-    META_DTYPE,
     NAMED,
     Bytes,
     ImageDamagedError,
@@ -34,25 +31,17 @@ from tierstore.lmdb_env.page import (
     u64_at,
 )
 
-__all__ = ["find_damage", "image_bytes"]
+__all__ = ["find_damage"]
 
-_MAGIC = 0xBEEFC0DE
-_VERSION = 1
 _DEPTH_MAX = 32
 _EMPTY = (1 << 64) - 1
 
-_OVERFLOW, _META = 4, 8
+_OVERFLOW = 4
 _INTEGER_KEYS = 8
-
-_BLOCK_PAGES = 256
-"""Pages that are checked at once: their arrays stay in the processor's cache."""
 
 _BLOCK_RUNS = 4096
 """Heads of overflow runs that are asked of the device at once."""
 
-_META_COUNT = 2
-_TRANSACTION_BITS = 48
-"""Nobody counts further. What is written after such a number would be verified as damage."""
 _FREE_KEY_BYTES = 8
 _NO_NUMBERS: Numbers = np.empty(0, np.int64)
 
@@ -76,71 +65,31 @@ class _Tree:
 
 
 def find_damage(descriptor: int, *, page_count_max: int) -> str:
-    """Verify a data file that nobody has open; return what is wrong with it, empty: nothing.
+    """Verify a data file that no process has open; return what is wrong with it, empty: nothing.
 
     An empty file is a new one. More pages than `page_count_max` and than the file has are taken for
-    damage. Reads every page of every tree, and
-    the head of every overflow run: in the kernel's cache about 110 ms for a catalog of 10^6 records
-    (200 MiB), and 1.6 us per run.
+    damage. Reads every page of every tree, and the head of every overflow run: in the kernel's
+    cache about 110 ms for a catalog of 10^6 records (200 MiB), and 1.6 us per run.
 
     Raises:
         OSError: it cannot be read.
     """
-    size = os.fstat(descriptor).st_size
-    if size == 0:
+    if os.fstat(descriptor).st_size == 0:
         return ""
     try:
-        _Image(descriptor, size, page_count_max).verify()
+        _Verification(Image(descriptor, page_count_max)).run()
     except ImageDamagedError as error:
         return str(error)
     return ""
 
 
-def image_bytes(descriptor: int) -> int:
-    """Return the size of a sound data file up to its last page; what lies behind is nothing.
+class _Verification:
+    def __init__(self, image: Image) -> None:
+        self._image = image
+        self._used = np.zeros(image.page_count, bool)
 
-    Raises:
-        OSError: it cannot be read.
-    """
-    first = _meta_of(_read(descriptor, META_DTYPE.itemsize, 0))
-    page_bytes = int(first["free"]["pad"])
-    second = _meta_of(_read(descriptor, META_DTYPE.itemsize, page_bytes))
-    # The older one was not verified: nobody reads it any more.
-    return (int(_younger(first, second)["last_page"]) + 1) * page_bytes
-
-
-def _younger(first: npt.NDArray[np.void], second: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
-    return second if second["transaction"] > first["transaction"] else first
-
-
-def _read(descriptor: int, size: int, offset: int) -> bytes:
-    """Return so many bytes, or all up to the end of the file."""
-    content = os.pread(descriptor, size, offset)
-    if len(content) == size:
-        return content
-    buffer = memoryview(bytearray(size))
-    return bytes(buffer[: read_up_to_end(os.preadv, descriptor, buffer, offset)])
-
-
-def _meta_of(content: bytes) -> npt.NDArray[np.void]:
-    padded = content.ljust(META_DTYPE.itemsize, b"\0")
-    meta: npt.NDArray[np.void] = np.frombuffer(padded, META_DTYPE)[0]
-    return meta
-
-
-class _Image:
-    def __init__(self, descriptor: int, size: int, page_count_max: int) -> None:
-        self._descriptor = descriptor
-        self._size = size
-        self._page_count_max = page_count_max
-        self._page_bytes = 0
-        self._page_count = 0
-        self._transaction = 0
-        self._used = np.zeros(0, bool)
-
-    def verify(self) -> None:
-        meta = self._read_metas()
-        self._used = np.zeros(self._page_count, bool)
+    def run(self) -> None:
+        meta = self._image.meta
         free, main = _Tree("free", meta["free"]), _Tree("main", meta["main"])
         if free.row["flags"] != _INTEGER_KEYS:
             damage("database free", "flags")
@@ -150,37 +99,11 @@ class _Image:
             damage("database", "named databases in a named database")
         # Last, so that a page that is free and used is found here.
         self._use(free_pages, "free list")
-        # A page that is neither would be charged for good, and so would be each that a damaged
-        # number adds. The library's own audit wants them to add up, too.
-        if not self._used[_META_COUNT:].all():
-            first = _META_COUNT + int(np.argmin(self._used[_META_COUNT:]))
+        # A page that is neither would stay charged, and so would each that a damaged number adds.
+        # The library's own audit requires that they add up, too.
+        if not self._used[META_COUNT:].all():
+            first = META_COUNT + int(np.argmin(self._used[META_COUNT:]))
             damage(f"page {first}", "without a purpose")
-
-    def _read_metas(self) -> npt.NDArray[np.void]:
-        metas = [_meta_of(self._read(0, META_DTYPE.itemsize))]
-        page_bytes = self._page_bytes = int(metas[0]["free"]["pad"])
-        if page_bytes not in {1 << shift for shift in range(9, 17)}:
-            damage("page 0", "page size")
-        metas.append(_meta_of(self._read(page_bytes, META_DTYPE.itemsize)))
-        for number, meta in enumerate(metas):
-            transaction = int(meta["transaction"])
-            if (
-                meta["magic"] != _MAGIC
-                or meta["version"] != _VERSION
-                or meta["page_flags"] != _META
-                or meta["number"] != number
-                or meta["free"]["pad"] != page_bytes
-                or (transaction and transaction % 2 != number)
-                or transaction >> _TRANSACTION_BITS
-            ):
-                damage(f"page {number}", "meta page")
-        meta = _younger(*metas)
-        self._transaction = int(meta["transaction"])
-        self._page_count = int(meta["last_page"]) + 1
-        count_max = max(self._page_count_max, self._size // page_bytes)
-        if not _META_COUNT <= self._page_count <= count_max:
-            damage("meta page", "last page")
-        return meta
 
     def _verify_trees(self, trees: list[_Tree]) -> list[_Tree]:
         """Verify trees down to their values; return the named databases found in them."""
@@ -196,7 +119,7 @@ class _Image:
         named: list[_Tree] = []
         runs: list[Numbers] = []
         done = 0
-        for block, words in self._pages(numbers):
+        for block, words in self._image.pages(numbers):
             nodes = nodes_of(block, words, LEAF)
             block_owners = owners[done : done + len(block)]
             done += len(block)
@@ -223,7 +146,7 @@ class _Image:
         lists = [_NO_NUMBERS]
         youngest = 0
         done = 0
-        for block, words in self._pages(tree.leaves):
+        for block, words in self._image.pages(tree.leaves):
             nodes = nodes_of(block, words, LEAF)
             content = words.view(np.uint8).reshape(-1)
             floors = tree.floors[done : done + len(block) + 1]
@@ -232,14 +155,14 @@ class _Image:
             if (nodes.key_bytes != _FREE_KEY_BYTES).any() or (nodes.flags > BIG).any():
                 damage("free list", "a node")
             transactions = u64_at(content, nodes.key_at)
-            # By what the branches say the library searches: it would miss a list, or add it anew.
+            # The library searches by the branches: it would miss a list, or add it a second time.
             ends = np.cumsum(nodes.counts)
             is_misled = bool((transactions[ends - nodes.counts] < floors[: len(block)]).any())
             before = ends[: len(floors) - 1] - 1
             if is_misled or (transactions[before] >= floors[1:]).any():
                 damage("free list", "its branches")
             for i, transaction in enumerate(transactions.tolist()):
-                if not youngest < transaction <= self._transaction:
+                if not youngest < transaction <= self._image.transaction:
                     damage("free list", "the order of transactions")
                 youngest = transaction
                 lists.append(self._free_list(tree, content, nodes, i))
@@ -252,7 +175,7 @@ class _Image:
         if nodes.flags[index] == BIG:
             first = int(u64_at(content, np.array([start]))[0])
             self._verify_runs([tree], np.array([[first, size, 0]], np.int64))
-            raw = self._read(first * self._page_bytes + HEADER_BYTES, size)
+            raw = self._image.read(first * self._image.page_bytes + HEADER_BYTES, size)
         else:
             raw = content[start : start + size].tobytes()
         if size < _FREE_KEY_BYTES or size % _FREE_KEY_BYTES:
@@ -276,13 +199,13 @@ class _Image:
             return
         if not 1 <= depth <= _DEPTH_MAX:
             damage(where, "depth")
-        level = np.array([min(int(tree.row["root"]), self._page_count)], np.int64)
+        level = np.array([min(int(tree.row["root"]), self._image.page_count)], np.int64)
         tree.floors = np.zeros(1, np.int64)
         for _ in range(depth - 1):
             self._use(level, where)
             children, floors = [], []
             done = 0
-            for block, words in self._pages(level):
+            for block, words in self._image.pages(level):
                 nodes = nodes_of(block, words, BRANCH)
                 children.append(nodes.size | nodes.flags.astype(np.int64) << 32)
                 if tree.row["flags"] == _INTEGER_KEYS:
@@ -298,7 +221,7 @@ class _Image:
         """Note pages that have a purpose; none has two."""
         if not len(numbers):
             return
-        if int(numbers.min()) < _META_COUNT or int(numbers.max()) >= self._page_count:
+        if int(numbers.min()) < META_COUNT or int(numbers.max()) >= self._image.page_count:
             damage(where, "a page number beyond the last page")
         if self._used[numbers].any() or len(np.unique(numbers)) < len(numbers):
             damage(where, "a page with two purposes")
@@ -308,49 +231,28 @@ class _Image:
         """Verify the heads of overflow runs, given as first page, bytes and index of the tree."""
         for start in range(0, len(runs), _BLOCK_RUNS):
             first, size, owner = runs[start : start + _BLOCK_RUNS].T
-            if int(first.min()) < _META_COUNT or int(first.max()) >= self._page_count:
+            if int(first.min()) < META_COUNT or int(first.max()) >= self._image.page_count:
                 damage("overflow run", "its page number")
-            offsets = (first * self._page_bytes).tolist()
+            offsets = (first * self._image.page_bytes).tolist()
             for offset in offsets:
                 # All at once to the device, if they are not in the kernel's cache.
-                os.posix_fadvise(self._descriptor, offset, 1, os.POSIX_FADV_WILLNEED)
-            heads = b"".join([self._read(offset, HEADER_BYTES) for offset in offsets])
+                os.posix_fadvise(self._image.descriptor, offset, 1, os.POSIX_FADV_WILLNEED)
+            heads = b"".join([self._image.read(offset, HEADER_BYTES) for offset in offsets])
             words = np.frombuffer(heads, np.uint16).reshape(-1, HEADER_BYTES // 2)
             numbers = words.view("<i8")[:, 0]
             counts = words.view("<u4")[:, 3].astype(np.int64)
-            needed = (HEADER_BYTES + size - 1) // self._page_bytes + 1
+            needed = (HEADER_BYTES + size - 1) // self._image.page_bytes + 1
             sound = (numbers == first) & (words[:, 5] == _OVERFLOW) & (counts >= needed)
-            sound &= first + counts <= self._page_count
-            sound &= (first + needed) * self._page_bytes <= self._size
+            sound &= first + counts <= self._image.page_count
+            sound &= (first + needed) * self._image.page_bytes <= self._image.size_bytes
             require(sound, first, "head of an overflow run")
-            if int(counts.sum()) > self._page_count:
+            if int(counts.sum()) > self._image.page_count:
                 damage("overflow run", "a page with two purposes")
             ramps = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
             self._use(np.repeat(first, counts) + ramps, "overflow run")
             sums = np.bincount(owner, weights=counts, minlength=len(trees)).tolist()
             for tree, pages in zip(trees, sums, strict=True):
                 tree.overflow_count += int(pages)
-
-    def _pages(self, numbers: Numbers) -> Iterator[tuple[Numbers, Words]]:
-        """Read pages, some at a time, as rows of 16-bit words; valid until the next are asked."""
-        buffer = np.empty((min(_BLOCK_PAGES, len(numbers)), self._page_bytes), np.uint8)
-        for start in range(0, len(numbers), _BLOCK_PAGES):
-            block = numbers[start : start + _BLOCK_PAGES]
-            content = buffer[: len(block)]
-            begins = np.concatenate([[0], np.flatnonzero(np.diff(block) != 1) + 1, [len(block)]])
-            firsts = block[begins[:-1]].tolist()
-            for first, (begin, end) in zip(firsts, pairwise(begins.tolist()), strict=True):
-                part = content[begin:end].reshape(-1).data
-                offset = first * self._page_bytes
-                if read_up_to_end(os.preadv, self._descriptor, part, offset) < len(part):
-                    damage(f"page {first + end - begin - 1}", "beyond the end of the file")
-            yield block, content.view(np.uint16)
-
-    def _read(self, offset: int, size: int) -> bytes:
-        content = _read(self._descriptor, size, offset)
-        if len(content) < size:
-            damage(f"page {offset // (self._page_bytes or 1)}", "beyond the end of the file")
-        return content
 
 
 def _floors(words: Words, nodes: Nodes, own: Numbers) -> Numbers:

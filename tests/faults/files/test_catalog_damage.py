@@ -3,7 +3,7 @@
 import pytest
 from store_kit import MIB, Chunks, config_of, du, misses
 
-from tierstore.catalog.pages.space import Space
+from tierstore.catalog.pages.state import find_state, write_state
 from tierstore.catalog.rows import Databases
 from tierstore.device.directory import Directory
 from tierstore.lmdb_env.env import LmdbEnv
@@ -140,9 +140,9 @@ def test_rows_that_contradict_each_other_start_anew(tmp_path, chunks, stored):
     env = LmdbEnv.open(tmp_path / "tier" / "catalog", map_bytes=1 << 24, sealed=True)
     databases = Databases(env)
     with env.write() as txn:
-        state = Space.read_state(txn, databases)
+        state = find_state(txn, databases)
         state.charged_pages -= 1000
-        Space.write_state(txn, databases, state)
+        write_state(txn, databases, state)
     env.close()
     with chunks.open(stored) as store:
         assert store.stats().counters[DISCARDED] == 1

@@ -142,9 +142,9 @@ def upkeep(harness, name, numbers, listed):
     """Do what changes no record but for evictions. `listed` segments may be gone by now."""
     if name == "sweep":
         harness.writer.handle([SweepGarbage()])
-    elif name == "orphans":
+    elif name == "unreferenced":
         die_while_writing(harness, numbers)
-        harness.writer.adopt_orphans(listed)
+        harness.writer.release_unreferenced(listed)
     else:
         harness.reopen()
 
@@ -162,7 +162,7 @@ STEPS = st.lists(
         st.tuples(st.just("touch"), st.lists(st.integers(0, 200), min_size=1, max_size=6)),
         st.tuples(st.just("remove"), st.lists(st.integers(0, 200), min_size=1, max_size=3)),
         st.tuples(st.just("fail"), st.lists(st.integers(0, 200), min_size=1, max_size=40)),
-        st.tuples(st.just("orphans"), st.lists(st.integers(0, 200), max_size=6)),
+        st.tuples(st.just("unreferenced"), st.lists(st.integers(0, 200), max_size=6)),
         st.tuples(st.just("reopen"), st.just([])),
         st.tuples(st.just("reset"), st.just([])),
         st.tuples(st.just("sweep"), st.just([])),
@@ -203,7 +203,7 @@ STEPS = st.lists(
     steps=[
         ("store", [*range(12)]),
         ("reset", []),
-        ("orphans", [*range(20, 26)]),  # what the reset has left is garbage, and listed
+        ("unreferenced", [*range(20, 26)]),  # what the reset has left is garbage, and listed
         ("sweep", []),
         ("store", [*range(40, 52)]),
     ]

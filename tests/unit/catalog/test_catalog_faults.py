@@ -74,8 +74,8 @@ def test_writes_and_releases_of_a_dead_owner_are_adopted(tmp_path):
 
 
 @pytest.mark.parametrize("backend", ["file", "lmdb"])
-def test_what_a_dead_owner_was_writing_is_given_back_with_orphans(tmp_path, backend):
-    """Goal: pages that come free beside an orphan are released as well, and not charged for ever.
+def test_what_a_dead_owner_was_writing_is_given_back_with_unreferenced_segments(tmp_path, backend):
+    """Goal: pages that come free beside such a segment are released as well, not charged for ever.
 
     Method: an owner dies while it writes to a segment with records, and one that was forgotten.
     """
@@ -88,11 +88,11 @@ def test_what_a_dead_owner_was_writing_is_given_back_with_orphans(tmp_path, back
     doomed.writer.handle([ForgetNamespace(doomed.manifest.namespace)])
     for gone in (dead, doomed):
         gone.catalog._owner_lock.close()  # as the kernel does it for a killed process
-    orphan = 1 << 30
-    harness.writer.adopt_orphans({orphan: 0 if backend == "lmdb" else 16})
+    unreferenced = 1 << 30
+    harness.writer.release_unreferenced({unreferenced: 0 if backend == "lmdb" else 16})
     assert harness.catalog.check() == []
     harness.take()
-    assert (orphan,) in [freed.empty_segments for freed in harness.unreleased]
+    assert (unreferenced,) in [freed.empty_segments for freed in harness.unreleased]
     harness.release()
     assert harness.catalog.check() == []
     assert harness.row_count("pending") == 0
@@ -102,10 +102,10 @@ def test_what_a_dead_owner_was_writing_is_given_back_with_orphans(tmp_path, back
         closed.catalog.close()
 
 
-def test_an_orphan_that_a_reset_has_left_holds_no_records(tmp_path):
+def test_an_unreferenced_segment_that_a_reset_has_left_holds_no_records(tmp_path):
     """Goal: a segment that was given back just after it was listed is not taken for a living one.
 
-    Method: its records are garbage, and are swept before the orphan is given back.
+    Method: its records are garbage, and are swept before the segment is given back.
     """
     harness = Harness(tmp_path)
     harness.store(*range(8))
@@ -115,7 +115,7 @@ def test_an_orphan_that_a_reset_has_left_holds_no_records(tmp_path):
     harness.release()
     assert harness.row_count("segments") == 0
     assert harness.row_count("extents") > 0
-    harness.writer.adopt_orphans(listed)
+    harness.writer.release_unreferenced(listed)
     assert harness.row_count("segments") == len(listed) > 0
     assert harness.catalog.check() == []
     harness.sweep()

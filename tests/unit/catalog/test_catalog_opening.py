@@ -7,6 +7,7 @@ import pytest
 from catalog_harness import MIB, Harness
 
 from tierstore.catalog.catalog import Catalog
+from tierstore.catalog.messages import TouchKeys
 from tierstore.catalog.opening import enter_owner
 from tierstore.catalog.owners import OwnerLock
 from tierstore.catalog.rows import StateRow
@@ -108,3 +109,22 @@ def test_rows_of_this_release_that_name_another_one_are_damaged(tmp_path):
     opened = Catalog.open(harness.config, harness.manifest, rank_count=harness.ranks)
     assert "version" in opened.damage
     opened.close()
+
+
+def test_a_store_whose_records_count_uses_opens_and_keeps_the_counts(tmp_path):
+    """Goal: what earlier releases wrote into the reserved bytes neither matters nor is lost."""
+    harness = Harness(tmp_path / "tier")
+    harness.store(1, 2, 3)
+    records = harness.catalog._databases.records
+    with harness.catalog._env.write() as txn:
+        for key in harness.keys(1, 2):
+            txn.put(key, txn.get(key, db=records)[:-4] + (77).to_bytes(4, "little"), db=records)
+    harness.reopen()
+    harness.writer.handle([TouchKeys(tuple(harness.keys(1)))])
+    assert harness.located(1, 2, 3) == [True, True, True]
+    assert harness.order() == [3, 2, 1]
+    with harness.catalog._env.read(harness.catalog._databases.records) as txn:
+        counts = [int.from_bytes(txn.get(key)[-4:], "little") for key in harness.keys(1, 2, 3)]
+    assert counts == [77, 77, 0]
+    assert harness.catalog.check() == []
+    harness.catalog.close()

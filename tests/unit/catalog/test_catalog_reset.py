@@ -7,6 +7,7 @@ import pytest
 from catalog_harness import MIB, Harness
 from counted_writes import CountedWrites
 
+from tierstore.catalog.garbage import SWEEP_ROWS_MAX
 from tierstore.catalog.messages import (
     CommitTicket,
     ForgetNamespace,
@@ -14,7 +15,6 @@ from tierstore.catalog.messages import (
     RequestPlaces,
     SweepGarbage,
 )
-from tierstore.catalog.sweep import SWEEP_ROWS_MAX
 from tierstore.tier_events import Committed, Placed
 
 PAGE, BRANCH, LEAF = 4096, 1, 2

@@ -1,4 +1,4 @@
-"""Data files between two users: sealed, verified, started anew."""
+"""Data files between two users: sealed, verified, replaced."""
 
 import os
 import signal
@@ -127,7 +127,7 @@ def test_a_damaged_structure_starts_anew_sealed_or_not(path, caplog):
         admission, value = get(path)
         assert "page header" in admission.damage
         assert value is None
-        assert "started anew" in caplog.text
+        assert "replaced by an empty one" in caplog.text
         caplog.clear()
         fill(path)
         (path / "seal.bin").unlink()

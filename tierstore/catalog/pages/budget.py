@@ -23,7 +23,7 @@ GROWTH_PAGES = 32
 """By which a file may outgrow what is known of it until that is measured again."""
 
 _COPIES_PAGES_MAX = 4096
-"""Two transactions of 512 records in random order, and a third part for good measure."""
+"""Two transactions of 512 records in random order, and a third of that as reserve."""
 _MARGIN_PAGES = 96
 
 _ROW_BYTES = 256
@@ -46,7 +46,7 @@ class Budget:
     """Limits of one write transaction, measured when it began."""
 
     capacity_bytes: int
-    """The smallest that any owner was promised."""
+    """The smallest that any living owner was promised."""
     owner_count: int
     needed_pages: int
     """Pages that explain a file of this size: living ones, and copies of them."""
@@ -97,7 +97,7 @@ class Budget:
     def free_pages(self, state: StateRow) -> int:
         """Return what more may be charged to `state` as it is now: less than none if too much is.
 
-        The rows of what was given places since then are reckoned with.
+        Rows of what was given places since then are counted.
         """
         coming_pages = max(0, _coming_pages(state) - self.coming_pages)
         return self.space_pages - state.charged_pages - coming_pages
@@ -109,7 +109,7 @@ def count_live_pages(txn: Transaction, databases: Databases) -> int:
 
 
 def read_owners(txn: Transaction, databases: Databases) -> dict[int, OwnerRow]:
-    """Return who has the path open, as far as nobody has noticed his death."""
+    """Return the owners of the path, dead ones included until their death is noticed."""
     with txn.cursor(db=databases.owners) as cursor:
         return {int.from_bytes(key, "big"): OwnerRow.unpack(value) for key, value in cursor}
 

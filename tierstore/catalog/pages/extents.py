@@ -1,14 +1,56 @@
-"""How records are laid out in a run of pages, and how runs are joined."""
+"""Extents: how records are laid out in runs of pages, and which of them still live."""
 
 import numpy as np
 
-from tierstore.catalog.rows import RowArray
+from tierstore.catalog.pages.cached_rows import CachedRows
+from tierstore.catalog.rows import Databases, ExtentRow, RowArray, extent_key, wide_key
 from tierstore.codec.record import EXTENT_RECORDS_MAX
+from tierstore.errors import CatalogDamagedError
+from tierstore.lmdb_env.library import Transaction
 
-__all__ = ["coalesce", "extent_records_max", "fit_count", "laid_out_pages"]
+__all__ = ["Extents", "coalesce", "extent_records_max", "fit_count", "laid_out_pages"]
 
 _EXTENT_PAGES_MAX = 1024
 """Longer extents of large records would be written and read by one thread while others idle."""
+
+
+class Extents:
+    """The `extents` database within one write transaction."""
+
+    def __init__(self, txn: Transaction, databases: Databases) -> None:
+        self._cached = CachedRows(txn, databases.extents, wide_key, ExtentRow.unpack)
+
+    def add(self, extents: RowArray) -> None:
+        """Add written extents (`EXTENT_DTYPE`), all of whose records live."""
+        for extent in extents:
+            key = extent_key(int(extent["segment"]), int(extent["header_page"]))
+            count = int(extent["count"])
+            self._cached.put(key, ExtentRow(count, count, int(extent["stride_pages"])))
+
+    def free(self, places: RowArray) -> list[int]:
+        """Count records out; return the keys of the extents whose last record went.
+
+        Raises:
+            CatalogDamagedError: an extent is unknown, or has fewer records.
+        """
+        keys = places["segment"].astype(np.uint64) << np.uint64(32) | places["header_page"]
+        unique, counts = np.unique(keys, return_counts=True)
+        emptied = []
+        for key, count in zip(unique.tolist(), counts.tolist(), strict=True):
+            row = self._cached.find(key)
+            if row is None:
+                raise CatalogDamagedError(f"extent {key:#x} is unknown")
+            if row.live_count < count:
+                raise CatalogDamagedError(f"extent {key:#x} frees too many")
+            row.live_count -= count
+            if row.live_count == 0:
+                self._cached.remove(key)
+                emptied.append(key)
+        return emptied
+
+    def flush(self) -> None:
+        """Write the changed rows into the transaction."""
+        self._cached.flush()
 
 
 def extent_records_max(stride_pages: int) -> int:

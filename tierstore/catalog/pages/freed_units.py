@@ -32,7 +32,7 @@ class FreedUnits:
         self._unit_pages = unit_pages
 
     def free(self, runs: RowArray) -> RowArray:
-        """Note pages that hold nothing any more; return the runs that can be given back.
+        """Note pages that were freed; return the runs that can be given back.
 
         Raises:
             CatalogDamagedError: pages were freed twice.

@@ -1,9 +1,9 @@
-"""Releases that a power cut has undone: the catalog says that they are done, the blocks are there.
+"""Releases that a power cut has undone: done according to the catalog, but the blocks are there.
 
-A release is recorded when the file system has taken the blocks back, which its device may hear of
-later than of the catalog. Who opens the path alone compares what each segment takes with what it is
-charged, and punches again whatever no row holds. Segments without a row are released by the data
-planes, a little later: here, if they do not fit into the capacity until then.
+A release is recorded when the file system has taken the blocks back, which may reach the device
+later than the catalog does. An opener that is alone compares what each segment takes with what it
+is charged, and punches again whatever no row holds. Unreferenced segments are released by the data
+planes, a little later; or here, if they do not fit into the capacity until then.
 """
 
 import os
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.backend.names import rank_directories, segment_name
-from tierstore.catalog.pages.orphans import NOBODY
+from tierstore.catalog.pages.unreferenced import NO_OWNER
 from tierstore.catalog.rows import (
     Databases,
     PendingRow,
@@ -54,7 +54,7 @@ def repeat_lost_releases(
     """Give back what no row holds of the segments that take more than they are charged.
 
     `stored` are the pages that each segment takes, on the rank that has most of it. All of them
-    have rows; nobody else may have the path open. O(segments), and O(records) if any takes too
+    have rows; no other process may have the path open. O(segments), and O(records) if any takes too
     much.
 
     Raises:
@@ -75,8 +75,8 @@ def repeat_lost_releases(
             free[segment] = list(_runs(pages, geometry.unit_pages))
     capacity_pages = geometry.payload_pages(config.capacity_bytes, catalog_pages, 0)
     if sum(stored.values()) * geometry.rank_count > capacity_pages:
-        orphans = [segment for segment, row in rows.items() if row and row.owner == NOBODY]
-        free.update(dict.fromkeys(orphans))
+        unreferenced = [s for s, row in rows.items() if row and row.owner == NO_OWNER]
+        free.update(dict.fromkeys(unreferenced))
     if free:
         _give_back(config, free, system)
 
@@ -118,7 +118,7 @@ def _mark_records(
     rows: Mapping[int, SegmentRow],
     held: Mapping[int, _Pages],
 ) -> None:
-    """Mark what records hold, but for those in segments that are dead."""
+    """Mark what records hold, except those in dead segments."""
     living = [segment for segment, row in rows.items() if row.state != SegmentState.DEAD]
     values: list[bytes] = []
     with txn.cursor(db=databases.records) as cursor:

@@ -93,7 +93,7 @@ class CatalogDispatcher:
                 self._give_up()
             case SegmentsFound(opened, segments):
                 if opened is self.opened:
-                    opened.writer.adopt_orphans(segments)
+                    opened.writer.release_unreferenced(segments)
                     opened.writer.handle([Evict()])
             case CatalogEnd():
                 self._end()

@@ -1,4 +1,4 @@
-"""Payload that no row names: of a catalog that is no more, or of a process taken for dead."""
+"""Unreferenced segments: payload without a row, of a lost catalog or a process taken for dead."""
 
 from collections.abc import Mapping
 
@@ -13,21 +13,21 @@ from tierstore.catalog.rows import (
 )
 from tierstore.lmdb_env.library import Transaction
 
-__all__ = ["NOBODY", "release_orphans"]
+__all__ = ["NO_OWNER", "release_unreferenced"]
 
 _NO_NAMESPACE = bytes(8)
-NOBODY = 0
-"""An owner who never lives: whoever recovers next takes over what is his."""
+NO_OWNER = 0
+"""The id of an owner that never lives: the next recovery takes over what belongs to it."""
 
 
-def release_orphans(
+def release_unreferenced(
     txn: Transaction, databases: Databases, state: StateRow, segments: Mapping[int, int]
 ) -> bool:
-    """Charge the segments without a row, and let them be released whole; return whether any is.
+    """Give segments without a row one, so that they are released whole; return whether any is.
 
     `segments` are those below the path, listed before this transaction began, with their pages on
-    one rank. Until every rank has given them back they count against the capacity, as all that is
-    evicted. One that was given back since it was listed is given back again.
+    one rank. They are charged until every rank has given them back, like evicted ones. A segment
+    that was given back after it was listed is given back once more, which does no harm.
     """
     segments = {
         segment: pages
@@ -38,7 +38,7 @@ def release_orphans(
         return False
     for segment, pages in segments.items():
         row = SegmentRow(
-            NOBODY,
+            NO_OWNER,
             state.rank_count,
             page_count=pages,
             namespace=_NO_NAMESPACE,
@@ -51,7 +51,7 @@ def release_orphans(
     charged_pages = sum(segments.values()) * state.rank_count
     state.charged_pages += charged_pages
     state.pending_pages += charged_pages
-    pending = PendingRow(NOBODY, empty_segments=sorted(segments))
+    pending = PendingRow(NO_OWNER, empty_segments=sorted(segments))
     txn.put(wide_key(state.next_pending), pending.pack(), db=databases.pending)
     state.next_pending += 1
     state.next_segment = max(state.next_segment, max(segments) + 1)

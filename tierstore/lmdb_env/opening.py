@@ -1,0 +1,154 @@
+"""An environment and what goes with it: opened in turn with others, verified, closed, sealed."""
+
+import errno
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from tierstore.device.directory import Directory
+from tierstore.device.system import DatabasePoint, SystemCalls
+from tierstore.errors import BackendCorruptError
+from tierstore.lmdb_env import seal
+from tierstore.lmdb_env.errors import translate, translate_memory, translate_os
+from tierstore.lmdb_env.library import Environment, LibraryError, open_library
+from tierstore.lmdb_env.lock import opening_lock
+from tierstore.lmdb_env.reach import ReachedPages
+from tierstore.lmdb_env.turns import WriterLock
+
+__all__ = ["OpenFiles"]
+
+_GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
+
+
+@dataclass(frozen=True, slots=True)
+class OpenFiles:
+    """The files of one environment, as this process has them open."""
+
+    directory: Directory
+    env: Environment
+    admission: seal.Admission
+    """What was found in the data file when it was opened."""
+    writer: WriterLock
+    pages: ReachedPages
+    ids: frozenset[tuple[int, int]]
+    """Device and inode of the data file and of the library's lock file."""
+
+    @classmethod
+    def open(
+        cls,
+        directory: Directory,
+        map_bytes: int,
+        *,
+        readahead: bool,
+        durable: bool,
+        wait_seconds_max: float,
+        writer_seconds_max: float,
+        system: SystemCalls,
+    ) -> Self:
+        """Verify and open the files; `directory` is taken over. See `LmdbEnv.open`.
+
+        Raises:
+            BackendBusyError, BackendError: see `LmdbEnv.open`; the directory stays open.
+        """
+        env, admission = _open_env(
+            directory,
+            map_bytes,
+            readahead=readahead,
+            durable=durable,
+            wait_seconds_max=wait_seconds_max,
+            system=system,
+        )
+        writer, pages = _companions(directory, env, writer_seconds_max)
+        ids = frozenset(seal.file_ids(directory.path))
+        return cls(directory, env, admission, writer, pages, ids)
+
+    def is_of(self, path: Path) -> bool:
+        """Return whether a directory still holds any of these files."""
+        return bool(self.ids & seal.file_ids(path))
+
+    def is_lost(self, path: Path) -> bool:
+        """Return whether the data file is no longer in a directory.
+
+        It was removed, moved or unmounted. False also where the device fails, since nothing is
+        known then.
+        """
+        try:
+            status = (path / seal.DATA_NAME).stat()
+        except OSError as error:
+            return error.errno in _GONE
+        return (status.st_dev, status.st_ino) not in self.ids
+
+    def distrust(self, cause: str) -> None:
+        """Let the next process that has the files for itself start with an empty database."""
+        seal.distrust(self.directory, cause)
+
+    def close(self, *, is_sealed: bool) -> None:
+        """Close everything; seal the data file if wanted, and if it is still in its place."""
+        self.env.close()
+        self.pages.close()
+        self.writer.close()
+        if is_sealed and self.is_of(self.directory.path):
+            seal.seal(self.directory)
+        self.directory.close()
+
+
+def _companions(
+    directory: Directory, env: Environment, writer_seconds_max: float
+) -> tuple[WriterLock, ReachedPages]:
+    """Open what goes with an environment; it is closed where that fails, before the pages are."""
+    try:
+        with ExitStack() as undo:
+            pages = ReachedPages()
+            undo.callback(pages.close)
+            undo.callback(env.close)
+            writer = WriterLock(directory, wait_seconds_max=writer_seconds_max)
+            undo.callback(writer.close)
+            pages.map(directory)
+            undo.pop_all()
+    except OSError as error:
+        raise translate_os(error, directory.path) from error
+    except MemoryError as error:
+        raise translate_memory(error, directory.path) from error
+    return writer, pages
+
+
+def _open_env(
+    directory: Directory,
+    map_bytes: int,
+    *,
+    readahead: bool,
+    durable: bool,
+    wait_seconds_max: float,
+    system: SystemCalls,
+) -> tuple[Environment, seal.Admission]:
+    try:
+        with opening_lock(directory, wait_seconds_max=wait_seconds_max):
+            admission = seal.admit(
+                directory, map_bytes=map_bytes, wait_seconds_max=wait_seconds_max
+            )
+            system.reach(DatabasePoint.OPEN)
+            try:
+                env = open_library(directory, map_bytes, readahead=readahead, durable=durable)
+            except LibraryError as error:
+                refusal = translate(error, directory.path)
+                if not isinstance(refusal, BackendCorruptError):
+                    raise
+                # Not known to happen: what the verification lets pass, the library accepts.
+                replaced = seal.replace_damaged(
+                    directory, str(error), wait_seconds_max=wait_seconds_max
+                )
+                if replaced is None:
+                    seal.distrust(directory, str(error))
+                    raise BackendCorruptError(
+                        f"{refusal}, once the process that has it open has ended"
+                    ) from error
+                admission = replaced
+                env = open_library(directory, map_bytes, readahead=readahead, durable=durable)
+            return env, admission
+    except LibraryError as error:
+        raise translate(error, directory.path) from error
+    except OSError as error:
+        raise translate_os(error, directory.path) from error
+    except MemoryError as error:
+        raise translate_memory(error, directory.path) from error
