@@ -172,8 +172,8 @@ class TierStore:
         return store
 
     @_alone
-    def put(self, keys: Sequence[OffloadKey], array: object) -> int:
-        """Store chunks; returns how many of them the store has now.
+    def put(self, keys: Sequence[OffloadKey], array: object) -> list[bool]:
+        """Store chunks; returns for each key whether the store has that chunk now.
 
         `array` has one row of the group's chunk bytes per key: a C-contiguous numpy array or
         CPU torch tensor of shape (n, chunk_bytes), any dtype of 1 byte, or a sequence of n buffers.
@@ -221,7 +221,7 @@ class TierStore:
 
     @_alone
     def match_prefix(self, keys: Sequence[OffloadKey]) -> PrefixMatch:
-        """Count the leading chunks that can be loaded now; loads and touches nothing.
+        """Count the leading keys for which `get` would answer True; loads and touches nothing.
 
         Raises:
             TypeError, ValueError: no keys, or keys of another namespace.
