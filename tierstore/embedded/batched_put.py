@@ -6,6 +6,7 @@ import numpy as np
 
 from tierstore.arrays import Rows, adjacent_runs, slot_rows
 from tierstore.embedded.batches import BatchedCall
+from tierstore.embedded.errands import touching
 from tierstore.key import OffloadKey
 from tierstore.tier.reservation import ChunkState, OffloadReservation
 
@@ -39,15 +40,17 @@ class BatchedPut(BatchedCall):
         if new_count:  # who only uses what is there waits for no tier
             self._make_room(group_idx, keys, new_count)
         reservation = stack.reserve_offload(group_idx, keys)
-        failed: Sequence[int] = range(len(reservation.keys))
+        is_filled = False
         self._planes.is_changing = False
         try:
-            self._fill_slots(reservation, rows)
-            failed = ()
+            # After this the bytes may change: a withdrawn call must not store them.
+            with touching():
+                self._fill_slots(reservation, rows)
+            is_filled = True
         finally:
             self._planes.is_changing = True
-            stack.finish_offload(reservation, failed)
-            self._planes.is_changing = not failed
+            stack.finish_offload(reservation, () if is_filled else range(len(reservation.keys)))
+            self._planes.is_changing = is_filled
         self._loop.pump()
 
     def _make_room(self, group_idx: int, keys: Sequence[OffloadKey], new_count: int) -> None:

@@ -15,6 +15,7 @@ from typing import TypeVar
 from tierstore.bounded_log import bounded
 from tierstore.clock import MonotonicClock
 from tierstore.embedded.catalog_reader import CatalogReader
+from tierstore.embedded.errands import begin_wait, end_wait
 from tierstore.embedded.gate import Gate
 from tierstore.embedded.idle_carrier import IdleCarrier
 from tierstore.embedded.loop import PlaneLoop
@@ -128,12 +129,16 @@ class Planes:
         An interruption meanwhile leaves nothing in doubt.
 
         Raises:
-            ClosedError: somebody closed the store meanwhile, or a call was interrupted.
+            ClosedError: the store was closed meanwhile, or a call was interrupted.
+            WouldWaitError, WithdrawnError: the call is an errand (`errands`) that must not wait, or
+                whose caller has withdrawn it.
         """
         was_changing, self.is_changing = self.is_changing, False
         try:
+            begin_wait()
             self._gate.step_out(wait)
             self._require_open()
+            end_wait()
         except BaseException as error:
             self._raised_at_rest = error
             raise

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from tierstore.arrays import byte_rows, one_group
+from tierstore.arrays import ChunkRows, WritableChunkRows, byte_rows, one_group
 from tierstore.backend.opening import BackendOpener, backend_opener
 from tierstore.config import StoreConfig
 from tierstore.embedded.answers import PrefixMatch, StoreStats
@@ -172,12 +172,11 @@ class TierStore:
         return store
 
     @_alone
-    def put(self, keys: Sequence[OffloadKey], array: object) -> list[bool]:
+    def put(self, keys: Sequence[OffloadKey], array: ChunkRows) -> list[bool]:
         """Store chunks; returns for each key whether the store has that chunk now.
 
-        `array` has one row of the group's chunk bytes per key: a C-contiguous numpy array or
-        CPU torch tensor of shape (n, chunk_bytes), any dtype of 1 byte, or a sequence of n buffers.
-        All keys are of one group. Chunks that are there already are touched, not written again.
+        `array` has one row per key (`ChunkRows`). All keys are of one group. Chunks that are there
+        already are touched, not written again.
         The bytes are copied before the call returns.
 
         Waits while the write-behind queue of a tier is full, of each tier for itself. Not accepted:
@@ -199,7 +198,7 @@ class TierStore:
         return put.run(group_idx, keys, rows, batch_chunks(self._config, self._specs[group_idx]))
 
     @_alone
-    def get(self, keys: Sequence[OffloadKey], out: object) -> list[bool]:
+    def get(self, keys: Sequence[OffloadKey], out: WritableChunkRows) -> list[bool]:
         """Load chunks into the rows of `out`; returns for each key whether its row was filled.
 
         `out` is shaped as the array of `put` and writable. Chunks may come from memory and disk;
