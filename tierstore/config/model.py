@@ -76,7 +76,7 @@ class IoConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntegrityConfig:
-    """How one secondary tier keeps records that nobody else can make, or read."""
+    """How the records of one secondary tier are authenticated, and encrypted."""
 
     key_file: Path
     """See `key_file.read_key_file`; the keys themselves are no part of a configuration."""

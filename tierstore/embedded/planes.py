@@ -147,7 +147,7 @@ class Planes:
 
     @property
     def is_over(self) -> bool:
-        """Whether calls are refused: what is left behind is settled by nobody."""
+        """Whether calls are refused: what they leave behind is not settled any more."""
         return self._is_closed or self._is_torn
 
     def close(self) -> None:
@@ -205,7 +205,7 @@ class Planes:
             raise ClosedError("the store is closed, or a call was interrupted; open another")
 
     def _close(self, seconds: float, flush_seconds_max: float = math.inf) -> None:
-        """Close, or wait until somebody else has; the thread is inside the gate."""
+        """Close, or wait until another thread has; the thread is inside the gate."""
         if self._is_closed:
             while not self._has_ended:
                 self._gate.step_out(partial(self._executor.wait, _LOOK_SECONDS))
@@ -243,7 +243,7 @@ class Planes:
         self._closer = 0
 
     def _close_abandoned(self) -> None:
-        """Close in the idle thread; nobody else can call any more."""
+        """Close in the idle thread; no other caller is left."""
         self._gate.try_run(partial(self._close, self._patience.close_seconds), -1)
 
     def _close_at_exit(self) -> None:

@@ -56,11 +56,12 @@ def _alone(
 class TierStore:
     """A store of KV-cache chunks in host memory and on disk.
 
-    Thread-safe. One call runs at a time but where it waits for a tier: for a read, for room in a
-    write queue, for a flush, for a catalog. Others run meanwhile, so that what is in memory is put
-    and got without waiting for any disk. Between two such points a call is atomic; `get` and `put`
-    are so for each batch of chunks, not for all of them. A `get` waits for chunks that another one
-    brings already; if a `reset` comes meanwhile, it finds what was there before, or nothing.
+    Thread-safe. One call runs at a time, except where it waits for a tier: for a read, for room in
+    a write queue, for a flush, for a catalog. Others run meanwhile, so that what is in memory is
+    put and got without waiting for any disk. Between two such points a call is atomic; `get` and
+    `put` are so for each batch of chunks, not for all of them. A `get` waits for chunks that
+    another one brings already; if a `reset` comes meanwhile, it finds what was there before, or
+    nothing.
 
     Chunks of one prefix are given head first. What waits to be written when a call returns is
     written without a further call.
@@ -120,13 +121,13 @@ class TierStore:
         """Open the tiers, creating what does not exist.
 
         `config` is a parsed configuration, a mapping with the same keys, or a YAML file's path.
-        `open_system` is replaced by tests that let devices fail, `open_backend` by those that let
-        backends fail (None: those of the configuration), `patience` by impatient ones.
+        Tests replace `open_system` to let devices fail, `open_backend` to let backends fail (None:
+        those of the configuration), and `patience` to wait less.
 
         Raises:
-            TypeError: `manifest`, a function or `patience` is none.
-            ConfigError: the configuration is wrong, or the system has not `primary.capacity` bytes
-                of memory to promise.
+            TypeError: `manifest`, a function or `patience` is of another type.
+            ConfigError: the configuration is wrong, or the system cannot allocate
+                `primary.capacity` bytes.
             CatalogError, ManifestError, BackendError: a secondary tier cannot be opened.
         """
         opener = open_backend if open_backend is not None else backend_opener(open_system)
