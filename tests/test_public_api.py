@@ -72,7 +72,7 @@ def test_all_is_sorted_and_exact(path: Path) -> None:
 def test_the_package_offers_the_names_of_the_embedded_api() -> None:
     import tierstore
 
-    wanted = {"Manifest", "TierStore", "load_config", "make_offload_keys"}
+    wanted = {"AsyncTierStore", "Manifest", "TierStore", "load_config", "make_offload_keys"}
     assert wanted <= set(tierstore.__all__)
     assert all(hasattr(tierstore, name) for name in tierstore.__all__)
 
@@ -82,11 +82,12 @@ def test_the_public_names_are_those_that_were_announced() -> None:
 
     named = " ".join(tierstore.__all__)
     assert named == (
-        "BackendBusyError BackendError BackendFullError CatalogError ClosedError ConfigError "
-        "LayoutError Manifest ManifestError MissingExtraError OffloadKey PrefixMatch PromptError "
-        "ReentryError StoreConfig StoreStats TierStore TierStoreError __version__ "
-        "get_offload_block_hash get_offload_group_idx get_offload_namespace load_config "
-        "make_offload_key make_offload_keys"
+        "AsyncTierStore BackendBusyError BackendError BackendFullError CatalogError ChunkRows "
+        "ClosedError ConfigError CpuTensor LayoutError Manifest ManifestError MissingExtraError "
+        "OffloadKey PrefixMatch PromptError ReentryError StoreConfig StoreStats TierStore "
+        "TierStoreError WritableChunkRows __version__ get_offload_block_hash "
+        "get_offload_group_idx get_offload_namespace load_config make_offload_key "
+        "make_offload_keys"
     )
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert tierstore.__version__ == project["version"]

@@ -1,8 +1,11 @@
 """tierstore keeps the KV cache of an LLM inference engine in pinned host memory and on disk.
 
 Public is what `__all__` names here: it changes with a new minor version at most, and the changelog
-says so. So are the keys of the configuration, the names of metrics, and what `tierstore.testing`
-offers to the tests of plug-ins. Everything else may change in any release.
+says so. That holds for the calls of `TierStore` and `AsyncTierStore`, what they answer, the errors
+that they name, and the types of their arrays (`ChunkRows`, `WritableChunkRows`, `CpuTensor`):
+these may come to accept more. Public are also the keys of the configuration, the names of metrics,
+and what `tierstore.testing` offers to the tests of plug-ins. All other names are private, whether
+they begin with an underscore or not, and may change in any release.
 """
 
 from importlib import import_module
@@ -32,18 +35,24 @@ from tierstore.key import (
 )
 
 if TYPE_CHECKING:
+    from tierstore.arrays import ChunkRows, CpuTensor, WritableChunkRows
     from tierstore.config import StoreConfig, load_config
     from tierstore.embedded.answers import PrefixMatch, StoreStats
+    from tierstore.embedded.async_store import AsyncTierStore
     from tierstore.embedded.store import TierStore
     from tierstore.manifest import Manifest
 else:
     # The tiers are most of what there is to import: who only names chunks does without.
     _MODULE_BY_NAME = {
+        "AsyncTierStore": "tierstore.embedded.async_store",
+        "ChunkRows": "tierstore.arrays",
+        "CpuTensor": "tierstore.arrays",
         "Manifest": "tierstore.manifest",
         "PrefixMatch": "tierstore.embedded.answers",
         "StoreConfig": "tierstore.config",
         "StoreStats": "tierstore.embedded.answers",
         "TierStore": "tierstore.embedded.store",
+        "WritableChunkRows": "tierstore.arrays",
         "load_config": "tierstore.config",
     }
 
@@ -60,12 +69,15 @@ else:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncTierStore",
     "BackendBusyError",
     "BackendError",
     "BackendFullError",
     "CatalogError",
+    "ChunkRows",
     "ClosedError",
     "ConfigError",
+    "CpuTensor",
     "LayoutError",
     "Manifest",
     "ManifestError",
@@ -78,6 +90,7 @@ __all__ = [
     "StoreStats",
     "TierStore",
     "TierStoreError",
+    "WritableChunkRows",
     "__version__",
     "get_offload_block_hash",
     "get_offload_group_idx",

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
+from mmap import mmap
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +14,44 @@ from tierstore.layout import PAGE_BYTES, GroupKind, GroupSpec
 from tierstore.quoting import escaped, named, quoted
 from tierstore.transfer import IntArray
 
-__all__ = ["ByteArray", "Rows", "adjacent_runs", "byte_rows", "one_group", "slot_rows"]
+__all__ = [
+    "ByteArray",
+    "ChunkRows",
+    "CpuTensor",
+    "Rows",
+    "WritableChunkRows",
+    "adjacent_runs",
+    "byte_rows",
+    "one_group",
+    "slot_rows",
+]
+
+
+class _Buffer(Protocol):
+    """As `collections.abc.Buffer`, which Python 3.11 does not have."""
+
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+
+class CpuTensor(Protocol):
+    """A tensor that numpy can view: a dense `torch.Tensor` on the CPU, for one."""
+
+    def numpy(self) -> npt.NDArray[Any]:
+        """Return an array that shares the memory of the tensor."""
+
+
+ChunkRows: TypeAlias = (
+    npt.NDArray[Any] | CpuTensor | Sequence[_Buffer | npt.NDArray[Any] | CpuTensor]
+)
+"""One row of a group's chunk bytes per key: a C-contiguous array or tensor of shape
+(n, chunk_bytes), any dtype of 1 byte, or a sequence of n buffers."""
+
+WritableChunkRows: TypeAlias = (
+    npt.NDArray[Any]
+    | CpuTensor
+    | Sequence[bytearray | memoryview | mmap | npt.NDArray[Any] | CpuTensor]
+)
+"""As `ChunkRows`, to be written into: any other buffer is given as `memoryview(buffer)`."""
 
 ByteArray = npt.NDArray[np.uint8]
 Rows = ByteArray | list[ByteArray]

@@ -8,12 +8,12 @@
     |   +-- BackendFullError   no space left although it was reserved (ENOSPC, quota)
     |   |   +-- BackendMapFullError   the database, not the device, is as large as it may be
     |   +-- BackendCorruptError   a database file is damaged, or of another format
-    |   +-- BackendForeignError   what lies below a tier's path is somebody else's
+    |   +-- BackendForeignError   what lies below a tier's path belongs to another program
     |   +-- BackendBusyError   another process or thread keeps a database for too long; names it
     +-- DeviceError      the GPU or its driver refused a call
     |   +-- DeviceBusyError   only for now: a CUDA graph is being captured; try again later
     +-- CatalogError     the directory of a secondary tier cannot be opened or written
-    |   +-- CatalogDamagedError   its rows contradict each other; it starts anew when next opened
+    |   +-- CatalogDamagedError   its rows contradict each other; it is emptied when next opened
     +-- ClosedError      the object was used after `close`
     +-- ReentryError     a store was called from within a call of the same thread
     +-- PromptError      a line of prompts for a warm-up is wrong; names the line and the remedy
@@ -77,7 +77,7 @@ class BackendCorruptError(BackendError):
 
 
 class BackendForeignError(BackendError):
-    """What lies below a tier's path is somebody else's; a user has to move it away."""
+    """What lies below a tier's path belongs to another program; a user has to move it away."""
 
 
 class BackendBusyError(BackendError):
@@ -100,8 +100,8 @@ class CatalogDamagedError(CatalogError):
     """The rows of a catalog contradict each other, or have impossible lengths."""
 
     def __init__(self, what: str) -> None:
-        """Say what contradicts what."""
-        super().__init__(f"catalog: {what}; it starts anew when a process opens the tier alone")
+        """`what` names the contradiction."""
+        super().__init__(f"catalog: {what}; it is emptied when a process opens the tier alone")
 
 
 class ClosedError(TierStoreError):

@@ -74,7 +74,7 @@ _this_thread = threading.local()
 
 
 def is_pool_thread() -> bool:
-    """Return whether this thread was started by this module."""
+    """Return whether this thread was started here, to do the I/O of a store."""
     return getattr(_this_thread, "is_pooled", False)
 
 
@@ -161,8 +161,10 @@ class IoPool:
     queue, the pinned slots of a load).
     """
 
-    def __init__(self, thread_count: int, name: str) -> None:
+    def __init__(self, thread_count: int, name: str, *, serves_callers: bool = False) -> None:
+        """`serves_callers`: its threads call stores for others, and do no I/O of theirs."""
         self._thread_count = thread_count
+        self._serves_callers = serves_callers
         self._name = name
         # An interruption cannot keep a lock from being left, as it can a condition, which is left
         # by a function in Python.
@@ -215,7 +217,7 @@ class IoPool:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
-        _this_thread.is_pooled = True
+        _this_thread.is_pooled = not self._serves_callers
         while True:
             with self._lock:
                 wait_for(self._changed, lambda: bool(self._order) or self._is_closing)

@@ -126,7 +126,7 @@ def _listed(keys: Sequence[Any]) -> list[Any]:
 
 def _require_index(group_idx: object) -> int:
     try:
-        # Of numpy's integers, too; a boolean is none.
+        # Of numpy's integers, too; a boolean is not one.
         index = -1 if isinstance(group_idx, bool) else operator.index(group_idx)  # type: ignore[arg-type]
     except Exception:  # noqa: BLE001 - no integer, or whatever the caller's own class raises
         index = -1
@@ -139,7 +139,7 @@ def get_offload_namespace(key: OffloadKey) -> Namespace:
     """Return the 8 bytes that name the manifest.
 
     Raises:
-        ValueError: `key` is none.
+        ValueError: `key` is not an offload key.
     """
     _require_length(key)
     return Namespace(key[:NAMESPACE_BYTES])
@@ -149,7 +149,7 @@ def get_offload_group_idx(key: OffloadKey) -> int:
     """Return the index of the KV cache group.
 
     Raises:
-        ValueError: `key` is none.
+        ValueError: `key` is not an offload key.
     """
     _require_length(key)
     return int.from_bytes(key[NAMESPACE_BYTES:_PREFIX_BYTES], "big")
@@ -159,7 +159,7 @@ def get_offload_block_hash(key: OffloadKey) -> bytes:
     """Return the engine's block hash, verbatim.
 
     Raises:
-        ValueError: `key` is none.
+        ValueError: `key` is not an offload key.
     """
     _require_length(key)
     return key[_PREFIX_BYTES:]

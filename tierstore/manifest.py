@@ -168,8 +168,8 @@ class Manifest:
     def in_epoch(self, epoch: str) -> Self:
         """Return the identity of what an engine computes after a reset.
 
-        Its weights may be any by then, so `epoch` is a name that nobody else gives, and no engine
-        that loads its weights anew finds these bytes.
+        Its weights may have changed by then, so `epoch` is a unique name: an engine that loads its
+        weights later does not find these bytes.
         """
         facts = dict(self.extra) | {"epoch": epoch}
         return dataclasses.replace(self, extra=tuple(sorted(facts.items())))
@@ -208,7 +208,7 @@ class Manifest:
         )
 
     def difference(self, stored_json: bytes) -> str | None:
-        """Say in words how a stored manifest differs from this one; None when it does not.
+        """Return in words how a stored manifest differs from this one; None: it does not.
 
         Raises:
             ManifestError: `stored_json` is not a manifest.
@@ -216,9 +216,9 @@ class Manifest:
         return _in_words(self._differing(stored_json))
 
     def nearest_difference(self, stored_jsons: Iterable[bytes]) -> str | None:
-        """Say how the most similar of the stored manifests of the same model differs from this one.
+        """Return how the most similar stored manifest of the same model differs from this one.
 
-        None when no other manifest of this model is stored; what is no manifest does not count.
+        None: no other manifest of this model is stored; what is not a manifest does not count.
         """
         kin: list[dict[str, tuple[object, object]]] = []
         for stored_json in stored_jsons:

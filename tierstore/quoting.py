@@ -1,4 +1,4 @@
-r"""How a message shows a value that somebody else has made: on one line, and of bounded length.
+r"""How a message shows a value that others have made: on one line, and of bounded length.
 
 Requests, files and callers choose such values. A line of a log must not become two of them, nor a
 terminal obey them, nor a message take the memory of the process or the time to build it.

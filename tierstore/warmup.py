@@ -54,7 +54,7 @@ Prompt = TextPrompt | ChatPrompt | TokenPrompt
 
 
 def patient_config(config: StoreConfig) -> StoreConfig:
-    """Let nothing be dropped or kept from disk: a warm-up ends, and nobody waits for it.
+    """Return a configuration that drops nothing: no request waits for a warm-up.
 
     Raises:
         ConfigError: the configuration has no tier on disk.

@@ -40,6 +40,10 @@ class Chunks:
         return np.array(rows, np.uint8).reshape(len(rows), self.chunk_bytes)
 
     def put(self, store, numbers):
+        """Return how many of the chunks the store has now."""
+        return sum(self.put_each(store, numbers))
+
+    def put_each(self, store, numbers):
         return store.put(self.keys(numbers), self.array(numbers))
 
     def found(self, store, numbers):

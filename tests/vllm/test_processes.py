@@ -113,7 +113,7 @@ def test_engines_that_share_a_path_load_each_others_chunks_while_they_run(
     keys = make_offload_keys(manifest.namespace, group_idx=0, block_hashes=[bytes(32)])
     chunk = np.full((1, 65536), 7, np.uint8)
     with TierStore.open(config, manifest) as store:
-        assert store.put(keys, chunk) == 1
+        assert store.put(keys, chunk) == [True]
         store.flush()
         assert store.check() == []
     with TierStore.open(config, manifest) as store:

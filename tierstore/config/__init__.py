@@ -1,6 +1,6 @@
 """The configuration, parsed once at the edge into frozen dataclasses.
 
-No mapping of keys leaves this package. `load_config` (file or mapping) refuses unknown keys,
+No code below this package sees a mapping. `load_config` (file or mapping) refuses unknown keys,
 missing units and impossible pairs with a `ConfigError` that names the path of the key and the
 nearest valid name.
 """

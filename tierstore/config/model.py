@@ -81,7 +81,7 @@ class IoConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntegrityConfig:
-    """Records of a secondary tier that only those who have the key can make, or read."""
+    """How the records of one secondary tier are authenticated, and encrypted."""
 
     key_file: Path
     """See `key_file.read_key_file`; the keys themselves are no part of a configuration."""

@@ -1,4 +1,4 @@
-"""A small file of text, whatever a path really leads to."""
+"""A text file that may be too large, or not be a regular file."""
 
 import os
 import stat
@@ -22,11 +22,11 @@ def read_text(path: Path) -> str:
         ConfigError: says what is wrong with the file.
     """
     try:
-        # To open a pipe would wait for a writer.
+        # Without O_NONBLOCK, a pipe would block until something is written to it.
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
         with open(fd, "rb") as file:  # noqa: PTH123 - of a descriptor
             if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise ConfigError("cannot be read: it is no regular file")
+                raise ConfigError("cannot be read: it is not a regular file")
             content = file.read(TEXT_BYTES_MAX + 1)
     except (OSError, ValueError) as error:  # not there, or a zero byte in the path
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Sizes and durations: a number and its unit as people write them, or a bare number of a program.
 
-In a YAML file a bare number is refused: 20 may mean bytes or GiB. In Python it is an int of bytes,
-or a number of seconds.
+In a YAML file a bare number is refused: 20 may mean bytes or GiB. In Python it is an
+int of bytes, or a number of seconds.
 """
 
 import re
@@ -39,7 +39,7 @@ _SECONDS_MIN, _SECONDS_MAX = 0.001, 3600.0
 
 @dataclass(frozen=True, slots=True)
 class _Quantity:
-    """The words for a value that cannot be read as this quantity."""
+    """What an error says of a value that is not such a quantity."""
 
     expected: str
     of_program: str

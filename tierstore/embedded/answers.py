@@ -1,4 +1,4 @@
-"""What an embedded store says of itself."""
+"""What the calls of an embedded store answer."""
 
 from dataclasses import dataclass
 
@@ -12,6 +12,7 @@ class PrefixMatch:
     """How much of a prefix can be loaded now."""
 
     chunk_count: int
+    """So many leading keys would `get` answer True for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

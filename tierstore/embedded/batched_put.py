@@ -6,6 +6,7 @@ import numpy as np
 
 from tierstore.arrays import Rows, adjacent_runs, slot_rows
 from tierstore.embedded.batches import BatchedCall
+from tierstore.embedded.errands import touching
 from tierstore.key import OffloadKey
 from tierstore.tier.reservation import ChunkState, OffloadReservation
 
@@ -17,33 +18,40 @@ class BatchedPut(BatchedCall):
 
     __slots__ = ()
 
-    def run(self, group_idx: int, keys: Sequence[OffloadKey], rows: Rows, per_batch: int) -> int:
-        """Store the chunks of one group; return how many of them the store has now."""
+    def run(
+        self, group_idx: int, keys: Sequence[OffloadKey], rows: Rows, per_batch: int
+    ) -> list[bool]:
+        """Store the chunks of one group; return for each key whether the store has it now."""
         self._planes.is_changing = True
+        starts = range(0, len(keys), per_batch)
         # Tail first, so that what has to go again goes from the tail of the prefix.
-        return sum(
+        for i in reversed(starts):
             self._put_batch(group_idx, keys[i : i + per_batch], rows[i : i + per_batch])
-            for i in range(0, len(keys), per_batch)[::-1]
-        )
+        # Only now, for the last batches may have evicted the first ones.
+        return [has for i in starts for has in self._has(keys[i : i + per_batch])]
 
-    def _put_batch(self, group_idx: int, keys: Sequence[OffloadKey], rows: Rows) -> int:
+    def _has(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        self._loop.look_ahead(keys)
+        return [state >= ChunkState.RECORDED for state in self._stack.states(keys)]
+
+    def _put_batch(self, group_idx: int, keys: Sequence[OffloadKey], rows: Rows) -> None:
         stack = self._stack
         new_count = stack.primary.locate(keys).count(None)
         if new_count:  # who only uses what is there waits for no tier
             self._make_room(group_idx, keys, new_count)
         reservation = stack.reserve_offload(group_idx, keys)
-        failed: Sequence[int] = range(len(reservation.keys))
+        is_filled = False
         self._planes.is_changing = False
         try:
-            self._fill_slots(reservation, rows)
-            failed = ()
+            # After this the bytes may change: a withdrawn call must not store them.
+            with touching():
+                self._fill_slots(reservation, rows)
+            is_filled = True
         finally:
             self._planes.is_changing = True
-            stack.finish_offload(reservation, failed)
-            self._planes.is_changing = not failed
+            stack.finish_offload(reservation, () if is_filled else range(len(reservation.keys)))
+            self._planes.is_changing = is_filled
         self._loop.pump()
-        self._loop.look_ahead(keys)
-        return sum(state >= ChunkState.RECORDED for state in stack.states(keys))
 
     def _make_room(self, group_idx: int, keys: Sequence[OffloadKey], new_count: int) -> None:
         stack, loop = self._stack, self._loop

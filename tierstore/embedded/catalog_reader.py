@@ -1,4 +1,4 @@
-"""Questions to catalogs that may take for ever: asked by threads of their own, one per tier.
+"""Questions to catalogs that may never be answered: each tier has a thread that asks them.
 
 Those of a tier itself (`tier.disk.reads`) look chunks up, for which callers wait: a check of a
 whole catalog would keep them.
@@ -17,11 +17,11 @@ __all__ = ["CatalogReader"]
 Answer = TypeVar("Answer")
 
 _WAITING_MAX = 64
-"""Questions that wait for a catalog; who asks more has no answer."""
+"""Questions that wait for a catalog; further ones are not answered."""
 
 
 class CatalogReader:
-    """Asks all catalogs side by side. A hung one keeps its thread, and gives no answers.
+    """Asks all catalogs side by side. One that hangs holds its thread, and does not answer.
 
     One thread calls at a time. The threads start with the first question.
     """

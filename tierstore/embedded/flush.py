@@ -1,4 +1,4 @@
-"""A flush: every tier for itself, so that one that hangs takes no time from the others.
+"""A flush: each tier on its own, so that one that hangs takes no time from the others.
 
     writing  -> recording -> syncing -> over
     demotes     catalog      device
@@ -38,7 +38,7 @@ class _Step(Enum):
 class Flush:
     """Brings what the tiers have at its beginning to their devices, by as many steps as it takes.
 
-    What is stored later is none of its business, or it would never end while others store.
+    What is stored later is left to the next flush, or this one would not end while others store.
     """
 
     def __init__(self, stack: TierStack, begin_sync: Syncer, waits: list[TierWait]) -> None:
@@ -53,7 +53,7 @@ class Flush:
         return all(are_over)
 
     def raise_complaints(self) -> None:
-        """Say what became of it.
+        """Raise what the flush could not do.
 
         Raises:
             BackendError: chunks are missing in a tier, or may not be on its device.
@@ -107,7 +107,7 @@ class _TierFlush:
 
     def advance(self, now: float) -> bool:
         """Do what can be done now; return whether the tier has come to its end."""
-        self._begin_anew()
+        self._start_over()
         if self._step is _Step.WRITING and self._is_written():
             self._step = _Step.RECORDING
             self._was_out_of_use = not self._cascade.is_awaited
@@ -122,7 +122,7 @@ class _TierFlush:
             self._give_up(now)
         return self._step is _Step.OVER
 
-    def _begin_anew(self) -> bool:
+    def _start_over(self) -> bool:
         """Write again if the tier is back, or its catalog was lost; return whether that is so.
 
         What a lost catalog has recorded is in memory only, if it is there still.
@@ -138,10 +138,10 @@ class _TierFlush:
     def _is_recorded(self) -> bool:
         """Return whether the catalog has done what it was asked for, and is still the same."""
         is_idle = self._step is _Step.RECORDING and self._secondary.wait(0)
-        return not self._begin_anew() and is_idle
+        return not self._start_over() and is_idle
 
     def complaints(self) -> list[str]:
-        """Say which chunks the tier has not, or may lose, and why."""
+        """Return which chunks the tier lacks or may lose, and why, in words."""
         pace = self._wait.pace
         complaints = self._demotes.complaints()
         if complaints:
@@ -198,9 +198,9 @@ class _TierFlush:
         elif not sync.why:
             self._wait.pace.unsynced_count -= self._unsynced_count
         elif not self._secondary.wait(0) and self._secondary.is_lost:
-            self._step = _Step.RECORDING  # soon it is given up, and opened anew
+            self._step = _Step.RECORDING  # it is about to be closed, and opened again
         else:
-            self._begin_anew()
+            self._start_over()
 
     def _hear_losses(self) -> None:
         if self._cascade.hear_losses():

@@ -15,12 +15,14 @@ Answer = TypeVar("Answer")
 class Gate:
     """A monitor: lets the calls of several threads through one by one; refuses one within another.
 
+    A lock per structure would let more of them overlap, but the invariants of the tiers span all.
+
     A call that waits for something steps out, and others run meanwhile; it comes back before those
     that have not begun. What a call does between two such points is atomic.
 
     Between any two steps of a call, also while it waits, its thread may run foreign code: a signal
-    handler, a `__del__`, a handler of log records. A lock would block such a thread for ever, and a
-    re-entrant one let it change what the call is changing.
+    handler, a `__del__`, a handler of log records. A lock would deadlock such a thread, and a
+    re-entrant one would let it change what the call is changing.
     """
 
     def __init__(self) -> None:

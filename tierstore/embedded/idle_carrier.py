@@ -25,7 +25,7 @@ _CLOSE_SECONDS = 5.0
 
 
 class IdleCarrier:
-    """Carries between calls; and ends a store that nobody has any more, which takes a thread.
+    """Carries between calls; and closes a store that was dropped, which needs a thread.
 
     Knows the loop and not the store, so that the thread keeps no store alive.
     """
@@ -63,7 +63,7 @@ class IdleCarrier:
             self._changed.notify_all()
 
     def abandon(self) -> None:
-        """Let the thread close what nobody will close.
+        """Let the thread close a store that was dropped.
 
         Called by the garbage collector, at any point of any thread: neither waits nor takes a lock
         that its thread may hold, and that is not re-entrant.

@@ -251,7 +251,7 @@ class PlaneLoop:
             self._complete(done)
 
     def leave(self, load: PendingLoad) -> None:
-        """Give a load up, answered or not: its slots go back when nobody writes to them."""
+        """Give a load up, answered or not: its slots go back when nothing writes to them."""
         load.is_left = True
         if load.answers and load.reservation.job_id in self._loads:
             self.finish_load(load)

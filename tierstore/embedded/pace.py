@@ -25,7 +25,7 @@ class TierPace:
     stands_still: bool = False
     """It was waited for in vain, and has not moved since."""
     cause: str = ""
-    """Why the last demote failed, in the system's words; empty: it did not, or nobody knows."""
+    """Why the last demote failed, in the system's words; empty: it did not, or that is unknown."""
 
     unsynced_count: int = 0
     """Chunks that were written since the device was last asked with success to keep all."""

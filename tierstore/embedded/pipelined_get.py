@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from tierstore.arrays import Rows, adjacent_runs, slot_rows
 from tierstore.embedded.batches import BATCHES_IN_FLIGHT, BatchedCall
+from tierstore.embedded.errands import begin_wait, may_wait, touching
 from tierstore.embedded.loop import PendingLoad
 from tierstore.key import OffloadKey
 
@@ -47,6 +48,8 @@ class Retrieval(BatchedCall):
             rows_of.setdefault(key, []).append(i)
         self._rows_of: Mapping[OffloadKey, list[int]] = rows_of
         wanted: Sequence[OffloadKey] = list(rows_of)
+        if not may_wait() and not self._stack.primary.holds_all(wanted):
+            begin_wait()  # before a part of it is loaded, and counted, twice
         self._planes.is_changing = True
         try:
             for _ in range(_ROUNDS_MAX):
@@ -107,7 +110,8 @@ class Retrieval(BatchedCall):
         i = [other is load for other in loads].index(True)
         batch = self._in_flight[i]
         self._planes.is_changing = False
-        self._copy_out(batch)
+        with touching():
+            self._copy_out(batch)
         self._planes.is_changing = True
         self._loop.finish_load(load)
         self._in_flight[i : i + 1] = self._retry(batch)

@@ -15,6 +15,7 @@ from typing import TypeVar
 from tierstore.bounded_log import bounded
 from tierstore.clock import MonotonicClock
 from tierstore.embedded.catalog_reader import CatalogReader
+from tierstore.embedded.errands import begin_wait, end_wait
 from tierstore.embedded.gate import Gate
 from tierstore.embedded.idle_carrier import IdleCarrier
 from tierstore.embedded.loop import PlaneLoop
@@ -128,12 +129,16 @@ class Planes:
         An interruption meanwhile leaves nothing in doubt.
 
         Raises:
-            ClosedError: somebody closed the store meanwhile, or a call was interrupted.
+            ClosedError: the store was closed meanwhile, or a call was interrupted.
+            WouldWaitError, WithdrawnError: the call is an errand (`errands`) that must not wait, or
+                whose caller has withdrawn it.
         """
         was_changing, self.is_changing = self.is_changing, False
         try:
+            begin_wait()
             self._gate.step_out(wait)
             self._require_open()
+            end_wait()
         except BaseException as error:
             self._raised_at_rest = error
             raise
@@ -142,7 +147,7 @@ class Planes:
 
     @property
     def is_over(self) -> bool:
-        """Whether calls are refused: what is left behind is settled by nobody."""
+        """Whether calls are refused: what they leave behind is not settled any more."""
         return self._is_closed or self._is_torn
 
     def close(self) -> None:
@@ -200,7 +205,7 @@ class Planes:
             raise ClosedError("the store is closed, or a call was interrupted; open another")
 
     def _close(self, seconds: float, flush_seconds_max: float = math.inf) -> None:
-        """Close, or wait until somebody else has; the thread is inside the gate."""
+        """Close, or wait until another thread has; the thread is inside the gate."""
         if self._is_closed:
             while not self._has_ended:
                 self._gate.step_out(partial(self._executor.wait, _LOOK_SECONDS))
@@ -238,7 +243,7 @@ class Planes:
         self._closer = 0
 
     def _close_abandoned(self) -> None:
-        """Close in the idle thread; nobody else can call any more."""
+        """Close in the idle thread; no other caller is left."""
         self._gate.try_run(partial(self._close, self._patience.close_seconds), -1)
 
     def _close_at_exit(self) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from tierstore.arrays import byte_rows, one_group
+from tierstore.arrays import ChunkRows, WritableChunkRows, byte_rows, one_group
 from tierstore.backend.opening import BackendOpener, backend_opener
 from tierstore.config import StoreConfig
 from tierstore.embedded.answers import PrefixMatch, StoreStats
@@ -56,11 +56,12 @@ def _alone(
 class TierStore:
     """A store of KV-cache chunks in host memory and on disk.
 
-    Thread-safe. One call runs at a time but where it waits for a tier: for a read, for room in a
-    write queue, for a flush, for a catalog. Others run meanwhile, so that what is in memory is put
-    and got without waiting for any disk. Between two such points a call is atomic; `get` and `put`
-    are so for each batch of chunks, not for all of them. A `get` waits for chunks that another one
-    brings already; if a `reset` comes meanwhile, it finds what was there before, or nothing.
+    Thread-safe. One call runs at a time, except where it waits for a tier: for a read, for room in
+    a write queue, for a flush, for a catalog. Others run meanwhile, so that what is in memory is
+    put and got without waiting for any disk. Between two such points a call is atomic; `get` and
+    `put` are so for each batch of chunks, not for all of them. A `get` waits for chunks that
+    another one brings already; if a `reset` comes meanwhile, it finds what was there before, or
+    nothing.
 
     Chunks of one prefix are given head first. What waits to be written when a call returns is
     written without a further call.
@@ -120,13 +121,13 @@ class TierStore:
         """Open the tiers, creating what does not exist.
 
         `config` is a parsed configuration, a mapping with the same keys, or a YAML file's path.
-        `open_system` is replaced by tests that let devices fail, `open_backend` by those that let
-        backends fail (None: those of the configuration), `patience` by impatient ones.
+        Tests replace `open_system` to let devices fail, `open_backend` to let backends fail (None:
+        those of the configuration), and `patience` to wait less.
 
         Raises:
-            TypeError: `manifest`, a function or `patience` is none.
-            ConfigError: the configuration is wrong, or the system has not `primary.capacity` bytes
-                of memory to promise.
+            TypeError: `manifest`, a function or `patience` is of another type.
+            ConfigError: the configuration is wrong, or the system cannot allocate
+                `primary.capacity` bytes.
             CatalogError, ManifestError, BackendError: a secondary tier cannot be opened.
         """
         opener = open_backend if open_backend is not None else backend_opener(open_system)
@@ -172,12 +173,11 @@ class TierStore:
         return store
 
     @_alone
-    def put(self, keys: Sequence[OffloadKey], array: object) -> int:
-        """Store chunks; returns how many of them the store has now.
+    def put(self, keys: Sequence[OffloadKey], array: ChunkRows) -> list[bool]:
+        """Store chunks; returns for each key whether the store has that chunk now.
 
-        `array` has one row of the group's chunk bytes per key: a C-contiguous numpy array or
-        CPU torch tensor of shape (n, chunk_bytes), any dtype of 1 byte, or a sequence of n buffers.
-        All keys are of one group. Chunks that are there already are touched, not written again.
+        `array` has one row per key (`ChunkRows`). All keys are of one group. Chunks that are there
+        already are touched, not written again.
         The bytes are copied before the call returns.
 
         Waits while the write-behind queue of a tier is full, of each tier for itself. Not accepted:
@@ -199,7 +199,7 @@ class TierStore:
         return put.run(group_idx, keys, rows, batch_chunks(self._config, self._specs[group_idx]))
 
     @_alone
-    def get(self, keys: Sequence[OffloadKey], out: object) -> list[bool]:
+    def get(self, keys: Sequence[OffloadKey], out: WritableChunkRows) -> list[bool]:
         """Load chunks into the rows of `out`; returns for each key whether its row was filled.
 
         `out` is shaped as the array of `put` and writable. Chunks may come from memory and disk;
@@ -221,7 +221,7 @@ class TierStore:
 
     @_alone
     def match_prefix(self, keys: Sequence[OffloadKey]) -> PrefixMatch:
-        """Count the leading chunks that can be loaded now; loads and touches nothing.
+        """Count the leading keys for which `get` would answer True; loads and touches nothing.
 
         Raises:
             TypeError, ValueError: no keys, or keys of another namespace.

@@ -14,7 +14,7 @@ __all__ = ["no_memory", "require_arguments", "require_config"]
 
 
 def require_config(config: StoreConfig | Mapping[str, Any] | str | Path) -> StoreConfig:
-    """Return a configuration that is right in every word, whoever made it.
+    """Return a configuration whose values are all checked, whoever made it.
 
     Raises:
         ConfigError: it is not.
@@ -23,7 +23,7 @@ def require_config(config: StoreConfig | Mapping[str, Any] | str | Path) -> Stor
 
 
 def require_arguments(manifest: object, patience: object, **functions: object) -> None:
-    """Refuse arguments of a wrong kind before anything is opened.
+    """Refuse arguments of a wrong type before anything is opened.
 
     Raises:
         TypeError: names the argument.

@@ -68,8 +68,9 @@ class StoreMachine(RuleBasedStateMachine):
         """Store some chunks, known ones among them."""
         assert self.store is not None
         keys = [self.keys[number] for number in numbers]
-        count = self.store.put(keys, np.stack([self.chunks[key] for key in keys]))
-        assert count == len(keys) or not self.roomy, f"{count} of {len(keys)} chunks accepted"
+        are_stored = self.store.put(keys, np.stack([self.chunks[key] for key in keys]))
+        assert len(are_stored) == len(keys)
+        assert all(are_stored) or not self.roomy, f"not all chunks are stored: {are_stored}"
         self.accepted.update(keys)
 
     @rule(numbers=_PREFIXES)

@@ -37,7 +37,7 @@ def opened(tmp_path, **recorded) -> Iterator[tuple[OffloadPlanner, TierStack]]:
     ) as store:
         for name, count in recorded.items():
             keys = make_offload_keys(MANIFEST.namespace, 0, hashes(name, count))
-            assert store.put(keys, np.zeros((count, PAGE_BYTES), np.uint8)) == count
+            assert all(store.put(keys, np.zeros((count, PAGE_BYTES), np.uint8)))
         store.flush()
     memory = {"capacity": f"{SLOT_COUNT * PAGE_BYTES}B"}
     config = load_config({"primary": memory, "secondary": [disk]})

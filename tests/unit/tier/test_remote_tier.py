@@ -95,10 +95,10 @@ class Engine:
 
         def is_known():
             self.loop.pump()
-            return ARRIVING not in self.stack.locate_in_step(keys(*numbers))
+            return ARRIVING not in self.stack.states_in_step(keys(*numbers))
 
         assert within_seconds(is_known)
-        return self.stack.locate_in_step(keys(*numbers))
+        return self.stack.states_in_step(keys(*numbers))
 
 
 def payload_of(key):
@@ -117,7 +117,7 @@ def test_chunks_go_down_and_come_up_again_with_their_bytes(engine):
     engine.store_all(*range(1, 9))
     assert engine.states_in_the_end(1, 2, 8, 99) == [RECORDED, RECORDED, RESIDENT, ABSENT]
     assert engine.load(1, 2, 3) == [1, 2, 3]
-    assert engine.stack.locate(keys(1, 2, 3)) == [RESIDENT] * 3
+    assert engine.stack.states(keys(1, 2, 3)) == [RESIDENT] * 3
     assert engine.load(1, 8) == [1, 8]
     assert engine.stack.check() == []
 
@@ -127,8 +127,8 @@ def test_a_step_does_not_wait_for_a_network_that_does_not_answer(engine):
     for _ in range(10):  # answers are kept for a few steps
         engine.loop.pump()
     with engine.store.held():
-        assert engine.stack.locate_in_step(keys(1, 2, 99)) == [ARRIVING] * 3
-        assert engine.stack.locate_run(keys(1, 2, 99))[0] is ARRIVING
+        assert engine.stack.states_in_step(keys(1, 2, 99)) == [ARRIVING] * 3
+        assert engine.stack.states_of_run(keys(1, 2, 99))[0] is ARRIVING
         engine.loop.pump()
         assert engine.stack.reserve_load([(0, keys(1, 2))]) is None
     assert engine.states_in_the_end(1, 2, 99) == [RECORDED, RECORDED, ABSENT]
@@ -143,7 +143,7 @@ def test_a_record_that_the_store_evicts_after_it_was_found_is_a_miss(engine):
     load = engine.loop.start_load(reservation)
     assert len(engine.loop.wait_for(load)) == 1
     engine.loop.finish_load(load)
-    assert engine.stack.locate(keys(1, 2)).count(RESIDENT) == 1
+    assert engine.stack.states(keys(1, 2)).count(RESIDENT) == 1
     assert engine.counters.snapshot()['misses_total{reason="absent"}'] == 1
     engine.store_all(1, 2, 3, 4)  # and all slots can be had
     assert engine.stack.check() == []

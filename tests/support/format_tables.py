@@ -3,7 +3,7 @@
 import re
 from itertools import pairwise
 
-from source_tree import ROOT
+from python_paths import ROOT
 
 FORMAT = (ROOT / "docs" / "format.md").read_text()
 INTEGRITY = (ROOT / "docs" / "integrity.md").read_text()
