@@ -1,13 +1,14 @@
 """The planner against a small engine that preempts, aborts, drops and re-uses blocks at will.
 
 Goal: no byte of another request or of other weights is ever published or loaded, and nothing leaks.
-Method: every block knows what it holds (small_engine), copies happen as late as fences allow.
+Method: every block knows what it holds (`held_bytes`), copies happen as late as fences allow.
 """
 
+from engine_request import FULL
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from small_engine import FULL, SmallEngine
+from small_engine import SmallEngine
 
 from tierstore.key import get_offload_group_idx
 
@@ -201,7 +202,7 @@ def test_a_state_whose_block_is_handed_out_in_the_step_that_offers_it_is_not_pub
     for _ in range(12):
         engine.step()
         engine.answer_all()
-    assert engine.states_offered_late
+    assert engine.states.offered_late_count
     engine.drain()
 
 
