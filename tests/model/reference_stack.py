@@ -157,8 +157,9 @@ class ReferenceStack(TierStack):
         keys = [key for promote in reservation.promotes for key in promote.keys]
         for i, key in enumerate(keys):
             assert self.states[key] is ChunkState.ARRIVING
-            if i in done.failed:
+            if i in done.failed or key in self.doomed:
                 del self.states[key]
+                self.doomed.discard(key)
             else:
                 self.states[key] = ChunkState.RESIDENT
 

@@ -220,3 +220,23 @@ def test_what_is_computed_after_kv_of_old_weights_is_never_published():
         engine.step()
     assert engine.stack.states == {}
     engine.drain()
+
+
+def test_a_record_that_was_being_promoted_when_the_weights_changed_stays_unpublished():
+    engine = SmallEngine(60)
+    engine.add(TEXT[:40])
+    engine.step(4)
+    engine.answer_all()
+    engine.abort("r1")
+    for key in list(engine.stack.states):
+        engine.evict(key, record=True)
+    engine.add(TEXT[:33])
+    engine.step()
+    (load,) = engine.loaders
+    engine.change_weights()
+    engine.answer(load, ok=True)
+    engine.add(bytes([204]) * 20)
+    engine.step(3)
+    assert engine.unread
+    engine.answer_all()  # compares all that is in memory
+    engine.drain()
