@@ -5,17 +5,27 @@ and a load writes its blocks when it is answered. So a missing fence shows as wr
 Freed blocks are handed out again at once.
 
 Like vLLM's scheduler with asynchronous outputs or speculation, it may know a state only one or
-two steps after it was computed (`hash_lag`), keep it for the next allocation to free, and offer it
-in the very step in which that allocation hands its block out. A decoding request may be given
+two steps after it was computed (`hash_lag`, see `late_states`). A decoding request may be given
 several tokens at once (`accepted`), whose boundary then lies inside a step.
 """
 
-from dataclasses import dataclass, field
-
+from engine_request import (
+    ALIGNMENT,
+    BLOCK_TOKENS,
+    FULL,
+    HASH_TOKENS,
+    SPECS,
+    STATE,
+    STATE_TOKENS,
+    STEP_TOKENS_MAX,
+    WINDOW,
+    WINDOW_TOKENS,
+    Request,
+)
+from held_bytes import HeldBytes
+from late_states import LateStates
 from reference_stack import ReferenceStack
 
-from tierstore.key import get_offload_block_hash, get_offload_group_idx, get_offload_namespace
-from tierstore.layout import GroupKind, GroupSpec
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters
 from tierstore.planner import (
@@ -26,54 +36,10 @@ from tierstore.planner import (
     NewBlocks,
     OffloadPlanner,
     Progress,
-    StateBlock,
 )
 from tierstore.planner.planner import WAIT_SECONDS_MAX
 from tierstore.tier.reservation import ChunkState
 from tierstore.transfer import FailureReason, Load, Offload, TransferDone
-
-HASH_TOKENS, STATE_TOKENS, ALIGNMENT = 4, 8, 16
-FULL, WINDOW, STATE = 0, 1, 2
-BLOCK_TOKENS = (4, 4, 8)
-WINDOW_TOKENS = 10
-STEP_TOKENS_MAX = 16
-
-
-def _spec(group_idx, kind, blocks_per_chunk, window_tokens=0):
-    return GroupSpec(
-        group_idx=group_idx,
-        kind=kind,
-        tokens_per_block=BLOCK_TOKENS[group_idx],
-        blocks_per_chunk=blocks_per_chunk,
-        chunk_bytes=1,
-        window_tokens=window_tokens,
-    )
-
-
-SPECS = (
-    _spec(FULL, GroupKind.FULL, 2),
-    _spec(WINDOW, GroupKind.SLIDING_WINDOW, 4, WINDOW_TOKENS),
-    _spec(STATE, GroupKind.STATE, 1),
-)
-
-
-@dataclass
-class Request:
-    name: str
-    tokens: bytes
-    hashes: list = field(default_factory=list)
-    computed: int = 0
-    tables: list = field(default_factory=lambda: [[], [], []])
-    status: str = "waiting"
-    is_new: bool = True
-    run: object = None
-    """Another one each time that the request starts anew."""
-    weights: int = 0
-    """Of the oldest KV that its KV comes after."""
-
-    def hash_blocks(self):
-        for end in range((len(self.hashes) + 1) * HASH_TOKENS, len(self.tokens) + 1, HASH_TOKENS):
-            self.hashes.append(b"hashed: " + self.tokens[:end])
 
 
 class AskedClock:
@@ -92,10 +58,7 @@ class SmallEngine:
         self.stack = ReferenceStack(slot_count)
         self.hash_lag = hash_lag
         self.accepted = accepted
-        self.computed_states = []  # (step in which it is hashed, request's run, state)
-        self.hashed_states = []  # (request's run, state): offered in the next step
-        self.step_count = 0
-        self.states_offered_late = 0
+        self.states = LateStates(hash_lag)
         self.manifest = Manifest.simple("m", 1)
         self.planner = OffloadPlanner(
             SPECS,
@@ -107,9 +70,7 @@ class SmallEngine:
         )
         self.free = list(range(1, block_count + 1))
         self.block_count = block_count
-        self.memory = {}
-        self.slots = {}
-        self.records = {}
+        self.held = HeldBytes()
         self.requests = {}
         self.unread = {}  # offloads that were submitted and have not read their blocks yet
         self.jobs = {}
@@ -173,9 +134,9 @@ class SmallEngine:
                 tables = [list(table) for table in request.tables]
                 full_tables.append(FullTable(name, tables, request.computed))
                 request.is_new = False
-            self._expect_state(request, request.computed + count)
-        self._hash_states(0)
-        state_blocks = self._take_hashed_states()
+            self.states.compute(request, request.computed + count)
+        self.states.hash_known(self.requests)
+        state_blocks = self.states.take(self.requests)
         planned = self.planner.plan_step(
             EngineStep(
                 full_tables=full_tables,
@@ -188,8 +149,7 @@ class SmallEngine:
             )
         )
         self._run(planned)
-        self.step_count += 1
-        self._hash_states(1)
+        self.states.end_step(self.requests)
 
     def answer(self, job_id, *, ok):
         command = self.jobs.pop(job_id)
@@ -197,7 +157,7 @@ class SmallEngine:
             self._read(job_id)
             failed = {} if ok else {0: FailureReason.IO_ERROR}
             self.planner.complete(TransferDone(job_id=job_id, ok=ok, failed=failed))
-            self._verify_residents()
+            self.held.verify_residents(self.stack, self.manifest.namespace, self.weights)
         else:
             self._finish_load(job_id, command, ok=ok)
 
@@ -225,34 +185,6 @@ class SmallEngine:
         known_tokens = len(request.tokens) - (self.accepted if self.hash_lag else 0)
         ready_tokens = min(request.computed + count, known_tokens)
         return Progress(request.name, request.computed, ready_tokens)
-
-    def _expect_state(self, request, end):
-        boundary = end - end % STATE_TOKENS
-        if boundary > request.computed:
-            block = request.tables[STATE][boundary // STATE_TOKENS - 1]
-            state = StateBlock(request.name, STATE, block, boundary)
-            self.computed_states.append((self.step_count + self.hash_lag, request.run, state))
-
-    def _hash_states(self, lag_min):
-        """Hash what an allocation (0) or the outputs before the next one (1) make known."""
-        for entry in list(self.computed_states):
-            due, run, state = entry
-            if self.hash_lag >= lag_min and due <= self.step_count:
-                self.computed_states.remove(entry)
-                request = self.requests.get(state.request_id)
-                index = state.boundary_tokens // STATE_TOKENS - 1
-                if request and request.run is run and request.tables[STATE][index]:
-                    self.hashed_states.append((run, state))
-
-    def _take_hashed_states(self):
-        taken, self.hashed_states = self.hashed_states, []
-        offered = []
-        for run, state in taken:
-            request = self.requests.get(state.request_id)
-            if request and request.run is run:
-                offered.append(state)
-                self.states_offered_late += state.boundary_tokens <= request.computed
-        return offered
 
     def _take(self, count):
         if len(self.free) < count:
@@ -359,40 +291,24 @@ class SmallEngine:
             if isinstance(command, Load):
                 self.jobs[command.job_id] = command
                 self.loaders[command.job_id] = planned.load_requests[command.job_id]
-        self._compute()
-        for command in planned.plan.commands:
-            if isinstance(command, Offload):
-                self.jobs[command.job_id] = self.unread[command.job_id] = command
-
-    def _compute(self):
         for name, count in self.scheduled.items():
             request = self.requests[name]
             start, request.computed = request.computed, request.computed + count
             if start == 0:
                 request.weights = self.weights
-            for group_idx, size in enumerate(BLOCK_TOKENS):
-                for i in range(start // size, -(-request.computed // size)):
-                    end = min((i + 1) * size, request.computed)
-                    block = request.tables[group_idx][i]
-                    if block:
-                        self.memory[block] = (group_idx, request.tokens[:end], request.weights)
+            self.held.compute(request, start)
+        for command in planned.plan.commands:
+            if isinstance(command, Offload):
+                self.jobs[command.job_id] = self.unread[command.job_id] = command
 
     def _read(self, job_id):
         command = self.unread.pop(job_id, None)
         if command is not None:
-            for row, slot in zip(command.block_ids.tolist(), command.slots.tolist(), strict=True):
-                self.slots[slot] = [self.memory[block] for block in row]
+            self.held.offload(command)
 
     def _finish_load(self, job_id, load, *, ok):
         request = self.requests[self.loaders.pop(job_id)]
-        for promote in load.promotes:
-            for key, slot in zip(promote.keys, promote.slots.tolist(), strict=True):
-                self.slots[slot] = self.records[key]
-        for part in load.parts:
-            for row, slot in zip(part.block_ids.tolist(), part.slots.tolist(), strict=True):
-                for block, content in zip(row, self.slots[slot], strict=True):
-                    if block >= 0:
-                        self.memory[block] = content if ok else "torn"
+        self.held.load(load, ok=ok)
         promoted_count = sum(len(promote.keys) for promote in load.promotes)
         # Of a load from the tiers one chunk is lost, and the others arrive.
         lost = {} if ok or not promoted_count else {promoted_count // 2: FailureReason.CORRUPT}
@@ -400,33 +316,6 @@ class SmallEngine:
         if not ok or request.status == "aborted":
             self._recompute(request.name)
             return
-        self._verify_hit(request)
-        request.status = "loaded"
-
-    def _verify_hit(self, request):
-        """Every position that the next token depends on must hold its own bytes."""
-        hit = request.computed
-        needed = {
-            FULL: range(hit),
-            WINDOW: range(max(0, hit - WINDOW_TOKENS), hit),
-            STATE: [hit - 1],
-        }
-        for group_idx, positions in needed.items():
-            size = BLOCK_TOKENS[group_idx]
-            for i in {position // size for position in positions}:
-                block = request.tables[group_idx][i]
-                content = (group_idx, request.tokens[: (i + 1) * size], request.weights)
-                assert self.memory[block] == content
+        self.held.verify_hit(request)
         self.loads_verified += 1
-
-    def _verify_residents(self):
-        for key, state in self.stack.state_by_key.items():
-            if state is ChunkState.RESIDENT:
-                assert get_offload_namespace(key) == self.manifest.namespace
-                group_idx = get_offload_group_idx(key)
-                prefix = get_offload_block_hash(key).removeprefix(b"hashed: ")
-                size, count = BLOCK_TOKENS[group_idx], SPECS[group_idx].blocks_per_chunk
-                ends = range(len(prefix) - size * (count - 1), len(prefix) + 1, size)
-                expected = [(group_idx, prefix[:end], self.weights) for end in ends]
-                assert self.slots[self.stack.slots[key]] == expected, (key, state)
-                self.records[key] = expected
+        request.status = "loaded"

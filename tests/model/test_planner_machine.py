@@ -1,13 +1,14 @@
 """The planner against a small engine that preempts, aborts, drops and re-uses blocks at will.
 
 Goal: no byte of another request or of other weights is ever published or loaded, and nothing leaks.
-Method: every block knows what it holds (small_engine), copies happen as late as fences allow.
+Method: every block knows what it holds (`held_bytes`), copies happen as late as fences allow.
 """
 
+from engine_request import FULL
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from small_engine import FULL, SmallEngine
+from small_engine import SmallEngine
 
 from tierstore.key import get_offload_group_idx
 
@@ -201,7 +202,7 @@ def test_a_state_whose_block_is_handed_out_in_the_step_that_offers_it_is_not_pub
     for _ in range(12):
         engine.step()
         engine.answer_all()
-    assert engine.states_offered_late
+    assert engine.states.offered_late_count
     engine.drain()
 
 
@@ -218,4 +219,24 @@ def test_what_is_computed_after_kv_of_old_weights_is_never_published():
         engine.answer_all()
         engine.step()
     assert engine.stack.state_by_key == {}
+    engine.drain()
+
+
+def test_a_record_that_was_being_promoted_when_the_weights_changed_stays_unpublished():
+    engine = SmallEngine(60)
+    engine.add(TEXT[:40])
+    engine.step(4)
+    engine.answer_all()
+    engine.abort("r1")
+    for key in list(engine.stack.state_by_key):
+        engine.evict(key, record=True)
+    engine.add(TEXT[:33])
+    engine.step()
+    (load,) = engine.loaders
+    engine.change_weights()
+    engine.answer(load, ok=True)
+    engine.add(bytes([204]) * 20)
+    engine.step(3)
+    assert engine.unread
+    engine.answer_all()  # compares all that is in memory
     engine.drain()

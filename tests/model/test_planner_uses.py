@@ -195,7 +195,7 @@ def test_tiers_that_do_not_go_by_uses_are_told_nothing_and_get_whole_batches(abo
         planner, full_tables=[other], progress=[Progress("r", 0, 8), Progress("other", 0, 12)]
     )
     assert command.block_ids.ravel().tolist() == [1, 2, 21, 22, 23]
-    stack.states = dict.fromkeys(stack.states, ChunkState.RESIDENT)
+    stack.state_by_key = dict.fromkeys(stack.state_by_key, ChunkState.RESIDENT)
     planner.add_request("second", spread_hashes(range(8)), about)
     assert planner.begin_load("second", LoadTarget(0, 8, {0: [51, 52]})) is not None
     assert all(told_use is UNKNOWN_USE for _, told_use, _ in told(stack))

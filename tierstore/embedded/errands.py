@@ -202,9 +202,9 @@ class Lanes:
             if self._ended is not None:
                 raise ClosedError("the store is closed; open another")
             if waits:
-                self._waiting.submit_read(partial(errand.run, may_wait=True))
+                self._waiting.submit_urgent(partial(errand.run, may_wait=True))
             else:
-                self._first.submit_read(partial(self._run_first, errand))
+                self._first.submit_urgent(partial(self._run_first, errand))
         return errand
 
     def begin_close(self, last: Callable[[], None]) -> Future[None]:
@@ -219,7 +219,7 @@ class Lanes:
         with self._lock:
             if self._ended is None:
                 self._ended = ended
-                self._first.submit_read(partial(self._end, last, ended))
+                self._first.submit_urgent(partial(self._end, last, ended))
                 self._first.begin_close()
             return self._ended
 
@@ -234,7 +234,7 @@ class Lanes:
             errand.run(may_wait=False)
         except WouldWaitError:
             # Before `_end`, which this lane runs last, so that its threads are there still.
-            self._waiting.submit_read(partial(errand.run, may_wait=True))
+            self._waiting.submit_urgent(partial(errand.run, may_wait=True))
 
     def _end(self, last: Callable[[], None], ended: Future[None]) -> None:
         try:
