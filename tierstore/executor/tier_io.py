@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["TierIo"]
 
 _OPEN_SECONDS_MAX = 10.0
-"""Who opens a tier waits so long for its device; then it is opened when it answers."""
+"""How long opening a tier waits for its device; a slower one is opened when it answers."""
 
 
 class TierIo:
@@ -46,13 +46,13 @@ class TierIo:
             ConfigError: the capacity is too small.
         """
         self.config = config
-        late = LateBackend(
+        backend = LateBackend(
             config.name,
             partial(opener, config, manifest, rank=rank, rank_count=rank_count),
             config.path / f"rank{rank}",
             has_database=config.backend == "lmdb",
         )
-        self.backend: Backend = late
+        self.backend: Backend = backend
         self.owners = OwnerLocks(config.path)
         self.held_bytes_max = int(pool_bytes * config.io.breaker.hung_share)
         """What reads may hold of the pool while they hang."""
@@ -61,7 +61,7 @@ class TierIo:
         """Guarded by the executor's lock, as is the gate."""
         self.pool = IoPool(config.io.threads, f"tierstore-{config.name}")
         self.pool.open()
-        first = _FirstOpening(late, self.owners)
+        first = _FirstOpening(backend, self.owners)
         self.pool.submit_read(first.run)
         try:
             first.wait(_OPEN_SECONDS_MAX)
@@ -78,7 +78,7 @@ class TierIo:
             failed = self.backend.write(records)
             if self.owners.hold(owner):
                 return failed
-            # The path was replaced meanwhile: where this has gone is not accounted for.
+            # The path was replaced meanwhile: what was written there is in no account.
             places = parse_places([record.place for record in records])
             self.backend.release((), sorted(set(places["segment"].tolist())))
         return dict.fromkeys(range(len(records)), FailureReason.IO_ERROR)
@@ -92,8 +92,8 @@ class TierIo:
 class _FirstOpening:
     """The first try to open a backend, in another thread."""
 
-    def __init__(self, late: LateBackend, owners: OwnerLocks) -> None:
-        self._late = late
+    def __init__(self, backend: LateBackend, owners: OwnerLocks) -> None:
+        self._backend = backend
         self._owners = owners
         self._error: Exception | None = None
         self._is_over = threading.Event()
@@ -101,7 +101,7 @@ class _FirstOpening:
     def run(self) -> None:
         try:
             self._owners.look()
-            self._late.open()
+            self._backend.open()
         except Exception as error:  # noqa: BLE001 - raised where the tier is opened
             self._error = error
         finally:

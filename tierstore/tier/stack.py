@@ -50,6 +50,9 @@ _PRIMARY_NAME = "primary"
 class TierStack:
     """Primary tier over secondary tiers, with the cascade between them."""
 
+    needs_use = False
+    """Whether a policy or an admission goes by the uses that callers tell of."""
+
     def __init__(
         self,
         groups: Sequence[GroupSpec],
@@ -130,11 +133,6 @@ class TierStack:
         """The rules of the secondary tiers, in their order."""
         return self._cascades
 
-    @property
-    def needs_use(self) -> bool:
-        """Whether a policy or an admission goes by uses; else callers need not make any."""
-        return False
-
     def new_job_id(self) -> JobId:
         """Return an id that was not used before."""
         return JobId(next(self._job_ids))
@@ -161,11 +159,7 @@ class TierStack:
         """Return how many leading chunks can be loaded now (resident or recorded)."""
         return self._locator.match_prefix(keys)
 
-    def touch(
-        self,
-        keys: Sequence[OffloadKey],
-        use: UseContext = UNKNOWN_USE,  # noqa: ARG002 - no policy asks yet
-    ) -> None:
+    def touch(self, keys: Sequence[OffloadKey], use: UseContext = UNKNOWN_USE) -> None:
         """Record a use of resident chunks of one prefix, head first and each once.
 
         Others are ignored.
@@ -176,11 +170,7 @@ class TierStack:
             self._touch_resident(resident)
 
     def reserve_offload(
-        self,
-        group_idx: int,
-        keys: Sequence[OffloadKey],
-        *,
-        use: UseContext = UNKNOWN_USE,  # noqa: ARG002 - as in `touch`
+        self, group_idx: int, keys: Sequence[OffloadKey], *, use: UseContext = UNKNOWN_USE
     ) -> OffloadReservation:
         """Reserve slots for chunks that are not in the primary tier yet.
 
@@ -234,7 +224,7 @@ class TierStack:
         *,
         partial: bool = False,
         tried: Mapping[OffloadKey, int] = NONE_TRIED,
-        use: UseContext = UNKNOWN_USE,  # noqa: ARG002 - as in `touch`
+        use: UseContext = UNKNOWN_USE,
     ) -> LoadReservation | None:
         """Pin resident chunks and reserve slots for recorded ones.
 
@@ -425,10 +415,7 @@ class TierStack:
         return self._promotions.has_late() or any(cascade.has_work() for cascade in self._cascades)
 
     def is_healing(self) -> bool:
-        """Return whether chunks in memory wait for a tier that is out of use.
-
-        Somebody should then ask for `commands` now and then: trials go with them.
-        """
+        """Return whether chunks wait for a tier that is out of use: trials go with `commands`."""
         return any(cascade.is_healing for cascade in self._cascades)
 
     def reset(self, manifest: Manifest, *, keeps_records: bool = False) -> None:
