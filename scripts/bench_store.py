@@ -126,7 +126,7 @@ def lines_of(result: dict[str, object]) -> Iterator[str]:
 
 
 def reset_peak_memory() -> None:
-    """Let the kernel count the peak anew."""
+    """Reset the kernel's count of the peak."""
     Path("/proc/self/clear_refs").write_text("5")
 
 

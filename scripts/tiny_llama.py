@@ -55,7 +55,7 @@ def make_byte_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def make_sensitive(model: torch.nn.Module, seed: int) -> None:
-    """Draw all matrices anew, scaled by their fan-in so that signals neither fade nor explode."""
+    """Draw new matrices, scaled by their fan-in so that signals neither fade nor explode."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weights in sorted(model.named_parameters()):

@@ -75,7 +75,7 @@ async def collect(path: Path) -> list[tuple[int, Prompt]]:
 
 
 def print_report(report: "WarmupReport") -> None:
-    """Say what is stored now."""
+    """Print what is stored now."""
     counters = report.counters
     print(f"prompts             {report.prompt_count:,}")
     print(f"  prefilled         {report.prefill_count:,} (the others are prefixes of these)")

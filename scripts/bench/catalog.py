@@ -25,7 +25,7 @@ MANIFEST = Manifest.simple("bench", PAGE_BYTES)
 def measure_catalog(
     directory: Path, record_count: int, sizes: list[int], run_count: int
 ) -> dict[str, Any]:
-    """Fill a catalog and measure it, opened anew; its pages stay in the kernel's cache."""
+    """Fill a catalog and measure it, opened again; its pages stay in the kernel's cache."""
     config = SecondaryConfig(
         name="bench",
         backend="file",

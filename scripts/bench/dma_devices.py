@@ -217,7 +217,7 @@ def _has_gpu() -> bool:
 
 
 def facts(device: Device) -> dict[str, object]:
-    """Say where and with what was measured."""
+    """Return where and with what was measured."""
     folder = Path(__file__).parent
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=folder, capture_output=True, text=True

@@ -39,7 +39,7 @@ class Scenario:
 
     name: str
     arrival_steps: int
-    """One request comes, and one goes, every so many steps; 0: nobody does."""
+    """One request comes, and one goes, every so many steps; 0: none does."""
     budget_tokens: int
     """Prompt tokens that one step computes at most."""
 

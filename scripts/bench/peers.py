@@ -203,7 +203,7 @@ class TierstoreFiles:
         self._digests = [self._digest_of_slot[slot * PAGE_BYTES // size] for slot in stored]
 
     def cool(self) -> None:
-        """Open it anew, with other bytes in its pool."""
+        """Open it again, with other bytes in its pool."""
         self.close()
         self._open()
 

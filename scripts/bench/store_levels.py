@@ -112,7 +112,7 @@ class BackendBench:
 
 
 class StoreBench:
-    """A TierStore, opened anew before each read, so that its memory holds nothing of it."""
+    """A TierStore, opened again before each read, so that its memory holds nothing of it."""
 
     def __init__(self, config: StoreConfig, data: Data, requests: Sequence[int]) -> None:
         self._config = config

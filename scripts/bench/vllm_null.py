@@ -46,7 +46,7 @@ class NullConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing."""
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """Say nothing."""
+        """Return empty metadata."""
         return KVConnectorMetadata()
 
     def request_finished_all_groups(

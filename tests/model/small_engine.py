@@ -37,7 +37,7 @@ from tierstore.planner import (
     OffloadPlanner,
     Progress,
 )
-from tierstore.planner.planner import WAIT_SECONDS_MAX
+from tierstore.planner.wait import WAIT_SECONDS_MAX
 from tierstore.tier.reservation import ChunkState
 from tierstore.transfer import FailureReason, Load, Offload, TransferDone
 

@@ -8,7 +8,7 @@ from one_group import WAITS, offloads, open_planner
 from reference_stack import ReferenceStack
 
 from tierstore.planner import FullTable, LoadTarget, PrefixAnswer, Progress
-from tierstore.planner.planner import WAIT_COUNT_MAX, WAIT_SECONDS_MAX
+from tierstore.planner.wait import WAIT_COUNT_MAX, WAIT_SECONDS_MAX
 from tierstore.testing.spread import spread_hashes
 from tierstore.tier.reservation import ChunkState
 from tierstore.transfer import FailureReason, TransferDone

@@ -20,7 +20,8 @@ from tierstore.planner import (
     StateBlock,
 )
 from tierstore.planner.offload import OFFLOAD_COUNT_MAX
-from tierstore.planner.planner import IDLE_STEP_COUNT_MAX, WAIT_COUNT_MAX, WAIT_SECONDS_MAX
+from tierstore.planner.planner import IDLE_STEP_COUNT_MAX
+from tierstore.planner.wait import WAIT_COUNT_MAX, WAIT_SECONDS_MAX
 from tierstore.testing.spread import spread_hashes
 from tierstore.transfer import TransferDone
 

@@ -76,13 +76,13 @@ class Job:
                 self.tasks_left -= 1
                 self.failed.update(dict.fromkeys(read.indices, FailureReason.STALLED))
 
-    def late(self) -> TransferDone:
-        """Answer for an abandoned job that is not settled."""
+    def answer_late(self) -> TransferDone:
+        """Return the first answer of an abandoned job: some of its reads still hang."""
         late = {i: FailureReason.DEADLINE for read in self.reads.values() for i in read.indices}
         return TransferDone(job_id=self.job_id, ok=False, failed=self.failed | late)
 
-    def done(self) -> TransferDone:
-        """Answer for a settled job."""
+    def answer(self) -> TransferDone:
+        """Return the last answer, that of a settled job."""
         return TransferDone(
             job_id=self.job_id,
             ok=self.ok and not self.failed,

@@ -36,11 +36,11 @@ class OpenJobs:
             overdue = [job for job in self._jobs.values() if job.is_overdue(now)]
             for job in overdue:
                 job.abandon()
-            answers = [job.late() for job in overdue if not job.is_settled()]
+            answers = [job.answer_late() for job in overdue if not job.is_settled()]
             settled = [job for job in self._jobs.values() if job.is_settled()]
             for job in settled:
                 del self._jobs[job.job_id]
-                answers.append(job.done())
+                answers.append(job.answer())
         return answers
 
     def is_any_settled(self) -> bool:

@@ -11,14 +11,14 @@ Task = Callable[[], object]
 
 
 _THREADS_MIN = 4
-"""Of so many threads or more, one is never taken by reads."""
+"""With so many threads or more, reads never take the last one."""
 
 
 class ReadGate:
     """Bounds what reads of one tier hold after they were begun: slots and threads. No lock.
 
-    The thread that is left writes: a trial tells whether a tier is back, even if reads hang in all
-    others for ever.
+    The last thread is left to writes: a trial shows whether a tier is back, even if reads hang in
+    all the others.
 
     A read that was begun and hangs keeps its slots, since the kernel may still write to them. One
     that was not begun does not, so what waits here can be given up at once.

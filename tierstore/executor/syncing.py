@@ -15,7 +15,7 @@ AfterSync: TypeAlias = Callable[[LostFinder], None]
 
 @dataclass(slots=True)
 class PendingSync:
-    """What became of it so far; a thread of the tier writes here."""
+    """One flush to a device; a thread of the tier notes its end here."""
 
     is_done: bool = False
     why: str = ""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["TierIo"]
 
 _OPEN_SECONDS_MAX = 10.0
-"""Who opens a tier waits so long for its device; then it is opened when it answers."""
+"""How long opening a tier waits for its device; a slower one is opened when it answers."""
 
 
 class TierIo:
@@ -78,7 +78,7 @@ class TierIo:
             failed = self.backend.write(records)
             if self.owners.hold(owner):
                 return failed
-            # The path was replaced meanwhile: where this has gone is not accounted for.
+            # The path was replaced meanwhile: what was written there is in no account.
             places = parse_places([record.place for record in records])
             self.backend.release((), sorted(set(places["segment"].tolist())))
         return dict.fromkeys(range(len(records)), FailureReason.IO_ERROR)

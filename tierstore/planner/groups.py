@@ -82,7 +82,7 @@ class GroupOffloadConfig:
         return np.zeros_like(lengths)
 
     def satisfied(self, lengths: IntArray, is_there: BoolArray, base_chunk: int) -> BoolArray:
-        """Say which hit lengths find all they need of this group.
+        """Return for each hit length whether it finds all it needs of this group.
 
         `is_there[i]` is about chunk `base_chunk + i`; everything before that is local already.
         """
@@ -94,7 +94,7 @@ class GroupOffloadConfig:
         return held
 
     def can_serve_a_hit(self, end_tokens: IntArray) -> BoolArray:
-        """Say which chunks, given by their ends, some aligned hit would need.
+        """Return for each chunk, given by its end, whether some aligned hit would need it.
 
         The nearest aligned length at or after the end decides: later ones need less of the past.
         """
@@ -110,7 +110,7 @@ class GroupOffloadConfig:
 
         The engine drops blocks behind the window at each allocation. A copy of its block table
         does not show that, so one block of margin is kept: an offload never reads a block that
-        may belong to somebody else by now.
+        may have another owner by now.
         """
         spec = self.spec
         if spec.kind is GroupKind.SLIDING_WINDOW:

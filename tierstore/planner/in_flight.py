@@ -17,7 +17,7 @@ class OffloadJob:
 
     reservation: OffloadReservation
     block_ids: tuple[int, ...]
-    """What is read; nobody may overwrite them before the job is done."""
+    """What is read; they must not be overwritten before the job is done."""
     request_ids: frozenset[str]
 
     def blocks_by_key(self) -> Iterable[tuple[OffloadKey, tuple[int, ...]]]:

@@ -112,7 +112,7 @@ def _limit(configs: Sequence[GroupOffloadConfig], question: HitQuestion) -> int:
 
 
 def _with_room(room: HitRoom, found: _Candidates, *, is_room_held: bool) -> RestorablePrefix:
-    """Shorten a hit that does not fit to one that fits now, and say what fits later."""
+    """Return the longest hit that fits now, and the longest that fits later."""
     ready = longest(found.lengths[found.is_ready], room.has_now)
     if not is_room_held:
         return RestorablePrefix(ready, ready)

@@ -132,7 +132,7 @@ class Offloads:
     ) -> list[Offload]:
         """Offer every chunk that this step completes; return the copies of those that are new.
 
-        `writes` is what this step gives to anyone. It need not be compared with the chunks of
+        `writes` is what this step gives to anyone. It is not compared with the chunks of
         `step.progress`: their requests are scheduled, so the engine took nothing from them but
         what lies before `alive_from`. A state it may have taken, whoever is scheduled.
         """

@@ -16,9 +16,10 @@ from tierstore.planner.in_flight import InFlight, LoadJob
 from tierstore.planner.load import LoadTarget, build_load
 from tierstore.planner.match import HitQuestion, match_prefix
 from tierstore.planner.offload import Offloads
-from tierstore.planner.request import RequestOffloadState, Wait
+from tierstore.planner.request import RequestOffloadState
 from tierstore.planner.step import NOTHING_PLANNED, EngineStep, LastTable, PlannedStep
 from tierstore.planner.use import use_by
+from tierstore.planner.wait import Wait
 from tierstore.planner.writes import StepWrites
 from tierstore.policy.use import UNKNOWN_USE, UseContext
 from tierstore.tier.stack import TierStack
@@ -26,26 +27,11 @@ from tierstore.transfer import Command, JobId, StepPlan, TransferDone
 
 __all__ = [
     "IDLE_STEP_COUNT_MAX",
-    "WAIT_COUNT_MAX",
-    "WAIT_SECONDS_MAX",
     "OffloadPlanner",
     "PrefixAnswer",
 ]
 
 _logger = bounded(logging.getLogger(__name__))
-
-WAIT_COUNT_MAX = 16
-"""Times, and `WAIT_SECONDS_MAX`: a request is told to ask again while chunks are arriving, or while
-other transfers hold the room that its hit needs, until both are exceeded; then it takes what is
-there and has room.
-
-Mostly they come for another request with the same prefix, in less time than computing them takes.
-Questions alone are no measure, since an engine that has nothing else to do asks every millisecond;
-nor are seconds, since a step may take as long, and what has arrived is told in the next one.
-"""
-
-WAIT_SECONDS_MAX = 2.0
-"""The default deadline of a read; see `WAIT_COUNT_MAX`."""
 
 IDLE_STEP_COUNT_MAX = 20_000
 """Steps without an answer after which an idle engine is let go; what is left waits for requests."""
@@ -145,7 +131,7 @@ class OffloadPlanner:
             self._idle_steps = 0
 
     def match(self, request_id: str, local_tokens: int, token_count: int) -> PrefixAnswer:
-        """Say how much of a request's `token_count` tokens the tiers restore beyond local ones.
+        """Return how much of a request's `token_count` tokens the tiers restore beyond local ones.
 
         Pins nothing and changes nothing but since when the request waits: may be asked every step.
         """
@@ -157,17 +143,13 @@ class OffloadPlanner:
         # What a failed load left arriving may never come: its request takes what is there.
         if found.hoped_tokens <= found.ready_tokens or state.failed_load_count:
             state.wait = None
-        elif not self._has_waited_enough(state):
-            return PrefixAnswer(0, ask_again=True)
+        else:
+            now = self._clock.seconds()
+            state.wait = state.wait or Wait(now)
+            state.wait.question_count += 1
+            if not state.wait.is_over(now):
+                return PrefixAnswer(0, ask_again=True)
         return PrefixAnswer(max(found.ready_tokens - local_tokens, 0))
-
-    def _has_waited_enough(self, state: RequestOffloadState) -> bool:
-        now = self._clock.seconds()
-        if state.wait is None:
-            state.wait = Wait(since_seconds=now)
-        state.wait.question_count += 1
-        waited_seconds = now - state.wait.since_seconds
-        return state.wait.question_count > WAIT_COUNT_MAX and waited_seconds > WAIT_SECONDS_MAX
 
     def begin_load(self, request_id: str, target: LoadTarget) -> int | None:
         """Pin what a promised hit needs and plan its load into the blocks of `target`.
@@ -195,14 +177,14 @@ class OffloadPlanner:
         return min(plan.promoted_tokens, target.hit_tokens - target.local_tokens)
 
     def note_written(self, block_ids: Iterable[int]) -> None:
-        """Take blocks to which a load, of whomever, writes from the next step on.
+        """Take blocks to which any load writes from the next step on.
 
         Offloads that read them are fenced, and the next step offloads nothing that they held.
         """
         self._writes.add(list(block_ids))
 
     def completing(self, request_ids: Sequence[str], ready_tokens: Sequence[int]) -> list[int]:
-        """Say which requests, by position, belong into `EngineStep.progress` if so far ready."""
+        """Return which requests, by position, `EngineStep.progress` must name if so far ready."""
         find = self._requests.get
         return [
             i
@@ -295,7 +277,7 @@ class OffloadPlanner:
                 state.note_failed_load()
 
     def has_work(self) -> bool:
-        """Say whether the engine should go on stepping although it has no request.
+        """Return whether the engine should go on stepping although it has no request.
 
         Gives up after `IDLE_STEP_COUNT_MAX` steps without an answer.
         """
@@ -330,7 +312,7 @@ class OffloadPlanner:
         self._offloads.drop_leftovers()
 
     def note_foreign_load(self, block_ids: Sequence[int]) -> None:
-        """Take blocks to which somebody else loads from now on, in no order with our copies.
+        """Take blocks to which another connector loads from now on, in no order with our copies.
 
         Nothing is found that an offload in flight reads from them: the fence of a step holds back
         what the engine computes, not what others load.

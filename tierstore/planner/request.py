@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 
 from tierstore.layout import GroupKind
 from tierstore.planner.groups import GroupOffloadConfig
+from tierstore.planner.wait import Wait
 from tierstore.policy.use import UseContext
 from tierstore.transfer import JobId
 
-__all__ = ["RequestGroupState", "RequestOffloadState", "Wait"]
+__all__ = ["RequestGroupState", "RequestOffloadState"]
 
 _NEVER = 1 << 62
 
@@ -25,14 +26,6 @@ class RequestGroupState:
     """Null blocks are 0. Blocks that slid out of the window since are not marked."""
     next_chunk: int = 0
     """The first chunk that was not offered to the tiers yet."""
-
-
-@dataclass(slots=True)
-class Wait:
-    """For how long a request has been told to ask again, in a row."""
-
-    since_seconds: float
-    question_count: int = 0
 
 
 @dataclass(slots=True)
@@ -53,7 +46,7 @@ class RequestOffloadState:
     """None: it was not told to ask again."""
     load_job: JobId | None = None
     loaded_tokens: int = 0
-    """The load brought everything before this token, the first included; said to the next table."""
+    """The load brought everything before this token, from the first on; for the next table."""
     failed_load_count: int = 0
     is_suppressed: bool = False
     """Too many loads failed: this request is recomputed, and never asks the tiers again."""
@@ -83,9 +76,9 @@ class RequestOffloadState:
     def replace_tables(self, tables: Sequence[Sequence[int]], computed_tokens: int) -> None:
         """Take full tables (admission, resumption): every chunk is offered again.
 
-        But for those that were loaded a moment ago, for this table. Chunks that the tiers still
-        hold cost one lookup; those evicted since come back. An outdated
-        request is offered again only if it starts from nothing.
+        Those that were just loaded for this table are not. Chunks that the tiers still hold cost
+        one lookup; those evicted since come back. An outdated request is offered again only if it
+        starts from nothing.
         """
         self.has_kv = self.is_scheduled = True
         self.is_outdated &= computed_tokens > 0
@@ -109,14 +102,18 @@ class RequestOffloadState:
         """Take note that a promised hit was not loaded.
 
         The engine asks again at once. What arrived is resident, and what failed is absent unless
-        another tier has it, so one more answer is worth it. With the same one for ever the request
-        would never be computed.
+        another tier has it, so one more answer is worth it. Were all hits answered alike, the
+        request would never be computed.
         """
         self.failed_load_count += 1
         self.is_suppressed |= self.failed_load_count > _LOAD_RETRY_COUNT_MAX
 
     def outdate(self, configs: Sequence[GroupOffloadConfig]) -> None:
-        """Name chunks by `configs`, and offer none that comes after KV from before."""
+        """Name chunks by `configs`, and offer none that comes after KV from before.
+
+        The request stays outdated until it starts from nothing: being scheduled again is no such
+        start, since a load that was under way at the reset would then be offered as new.
+        """
         for config in configs:
             if config.spec.group_idx in self.groups:
                 self.groups[config.spec.group_idx].config = config

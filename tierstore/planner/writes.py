@@ -32,13 +32,13 @@ class StepWrites:
         self._block_ids: frozenset[int] | None = None
 
     def add(self, block_ids: Sequence[int]) -> None:
-        """Take blocks that somebody is given; 0 is the null block."""
+        """Take blocks that are handed out; 0 is the null block."""
         self._lists.append(block_ids)
 
     def add_states(
         self, request_id: str, group_idx: int, first_index: int, block_ids: Sequence[int]
     ) -> None:
-        """Say which of the added blocks stand in a state table, from which index on."""
+        """Note which of the added blocks stand in a state table, from which index on."""
         self._state_runs.append(_StateRun(request_id, group_idx, first_index, block_ids))
 
     def add_copied_onto(self, block_ids: Sequence[int]) -> None:

@@ -88,7 +88,7 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Say no: nothing happens inside the forward pass."""
+        """Return False: nothing happens inside the forward pass."""
         return False
 
     @classmethod
@@ -109,14 +109,14 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Say no: a chunk that was not offloaded is a later miss, nothing worse."""
+        """Return False: a chunk that was not offloaded is a later miss, nothing worse."""
         return False
 
     @property
     def supports_eagle_prefix_cache_hashing(self) -> bool:
-        """Say no: with another kind of block hashes no key would be what it was.
+        """Return False: another kind of block hashes would change every key.
 
-        vLLM after 0.33 asks; with a connector, 0.33 keeps the old hashes of its own accord.
+        vLLM after 0.33 asks; 0.33 keeps the old hashes wherever there is a connector.
         """
         return False
 
@@ -173,12 +173,12 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Open the control plane at once if the worker lives in this process.
 
         vLLM calls this before the first request, when its workers have registered their KV caches.
-        What it brings is for other connectors: of several, vLLM passes on the words of one.
+        The metadata is for other connectors: of several, vLLM passes on that of one.
 
         Raises:
             ConfigError: the configuration cannot work; the message says what to change.
         """
-        if self._scheduler is None:  # woken from sleep vLLM says the same again
+        if self._scheduler is None:  # vLLM calls this again when it wakes from sleep
             self._scheduler = self._opening.open_local()
 
     def on_new_request(self, request: "Request") -> None:
@@ -191,7 +191,7 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Say how many tokens can be loaded beyond the local ones."""
+        """Return how many tokens can be loaded beyond the local ones; None: ask again."""
         if self._scheduler is None:
             return (None, False) if self._opening.is_awaited() else (0, False)
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)

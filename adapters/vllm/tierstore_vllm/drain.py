@@ -2,7 +2,9 @@
 
     offloads that ended   -> resident -> places asked for -> demotes -> records published
 
-Each arrow is one message, and vLLM takes no step any more to carry it.
+Each arrow is one message, and vLLM takes no step any more to carry it. With places
+reserved before the bytes are there, the worker could finish alone, but they would hold room for
+chunks that may never come.
 """
 
 from tierstore.clock import Clock, MonotonicClock

@@ -1,4 +1,7 @@
-"""Which vLLM the adapter can work with: one that has the names it needs, whatever its number."""
+"""Which vLLM the adapter can work with: one that has the names it needs, whatever its number.
+
+A check of the version would refuse releases that work, and accept forks that do not.
+"""
 
 import importlib
 import logging
@@ -205,7 +208,7 @@ NEEDED_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 """Per module of vLLM: what the connector imports, and what it uses of it.
 
-After a change, `scripts/vllm_names.py` writes down anew which tested version has what.
+After a change, run `scripts/vllm_names.py`: it records which tested version has what.
 """
 
 LORA_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {

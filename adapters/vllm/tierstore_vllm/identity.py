@@ -55,7 +55,7 @@ def check_block_hashes(vllm_config: "VllmConfig", config: StoreConfig) -> None:
 
 
 def describe_identity(vllm_config: "VllmConfig") -> EngineIdentity:
-    """Say what decides the bytes of a block besides its hash and the KV cache configuration."""
+    """Return what decides the bytes of a block besides its hash and the KV cache configuration."""
     from vllm import __version__ as vllm_version
 
     parallel = vllm_config.parallel_config
@@ -235,10 +235,10 @@ def _plain(value: object) -> object:
 def _weights_digest(path: Path) -> str:
     """Digest a local model's weights in milliseconds: names, sizes, times and samples.
 
-    Every file counts but those known to be harmless: a new format of weights, or the model's own
-    code, must not go unnoticed. Reading all bytes would take longer than loading the model. An
-    edit that keeps size, time and every sample goes unnoticed; a mere copy without its times
-    counts as another model.
+    Every file counts but those known to be harmless. With a list of suffixes of weights instead, a
+    new format, a single file, or the model's own code would go unnoticed. Reading all bytes would
+    take longer than loading the model. An edit that keeps size, time and every sample goes
+    unnoticed; a mere copy without its times counts as another model.
     """
     digest = xxhash.xxh3_64()
     for file in sorted(path.iterdir()) if path.is_dir() else (path,):

@@ -108,7 +108,7 @@ class StepMetadata(KVConnectorMetadata):
         )
 
     def __reduce__(self) -> tuple[type[Self], tuple[object, ...]]:
-        """Go to the workers without the fields where they say nothing."""
+        """Leave out the fields where all of them are empty."""
         if self.is_empty():
             return type(self), ()
         return type(self), (
@@ -126,7 +126,7 @@ class RankAnswer:
     """What ranks have said about one job.
 
     A rank answers once, or twice if reads of a load missed their deadline (see `TransferDone`):
-    first that they are late, and when they have settled how they ended.
+    first that they are late, then how they ended.
     """
 
     answered_count: int
@@ -135,7 +135,7 @@ class RankAnswer:
     """Ranks that have nothing more to say."""
     ok: bool
     failed: dict[int, FailureReason]
-    """What failed for good on any rank."""
+    """What failed on any rank, and no later answer changes."""
     late: dict[int, FailureReason]
     """What was late on any rank."""
 
@@ -229,7 +229,7 @@ class RankTally:
                 del self._open.answers[job_id]
                 self._late.discard(job_id)
             elif total.answered_count == self._rank_count and job_id not in self._late:
-                # A slot that some rank still reads into is late, whatever the others say of it.
+                # A slot that some rank still reads into is late, whatever other ranks answered.
                 failed = total.failed | total.late
                 dones.append(TransferDone(job_id=job_id, ok=False, failed=failed))
                 self._late.add(job_id)

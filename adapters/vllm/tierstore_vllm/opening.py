@@ -57,7 +57,7 @@ class Opening:
         self._kv_cache_config = kv_cache_config
         self._config = config
         self._report = WorkerReport()
-        """What all ranks have said so far; nobody has given them a command yet."""
+        """What all ranks have reported so far; no command was given to them yet."""
         self._requests: dict[str, Request] = {}
         """Those that came meanwhile and have not been finished."""
         self._local_worker: WorkerHalf | None = None
@@ -93,7 +93,7 @@ class Opening:
         try:
             return self._open(hellos)
         except ConfigError as error:
-            # The engine runs, and has served perhaps: it is too late to refuse the configuration.
+            # The engine runs, and may have served requests: it is too late to refuse it.
             self._refuse(str(error))
             return None
 
@@ -179,7 +179,7 @@ class Opening:
 
 
 def _agree(hellos: Mapping[int, WorkerHello]) -> tuple[str, Manifest | None]:
-    """Find the manifest that holds for all ranks, or say why there is none.
+    """Return the manifest that holds for all ranks, or why there is none.
 
     Ranks may name their layers differently (pipeline stages), but one decision serves all of them
     only if their chunks are alike.

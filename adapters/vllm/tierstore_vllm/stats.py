@@ -85,7 +85,7 @@ class TierStorePromMetrics(KVConnectorPromMetrics):
         self._counters: dict[str, Counter] = {}
         self._gauges: dict[str, Gauge] = {}
         self._levels: defaultdict[tuple[str, int], float] = defaultdict(float)
-        """What gauges stand at, by name with label and engine: reports say how they changed."""
+        """The values of gauges, by name with label and engine: reports hold only changes."""
         for metric in Metric:
             facts = {
                 "name": f"vllm:tierstore_{metric.metric_name}",

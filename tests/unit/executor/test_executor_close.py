@@ -1,4 +1,4 @@
-"""The executor when it is closed over a hung read, or when a copy raises what nobody foresaw."""
+"""The executor when it is closed over a hung read, or when a copy raises an unforeseen error."""
 
 import threading
 from collections.abc import Callable
@@ -85,7 +85,7 @@ def test_a_copy_that_raises_in_an_io_thread_fails_its_load(tmp_path, monkeypatch
     executor = open_executor(tmp_path, memory, lambda: None)
 
     def fail(*_: object, **__: object) -> None:
-        raise RuntimeError("nobody foresaw this")
+        raise RuntimeError("unforeseen")
 
     monkeypatch.setattr(executor._engine, "submit_load", fail)
     executor.submit([load()])

@@ -38,7 +38,7 @@ def job_of(*reads, tasks_left=None):
 def test_a_new_job_is_settled_and_has_not_failed():
     job = Job(JOB)
     assert job.is_settled()
-    done = job.done()
+    done = job.answer()
     assert (done.job_id, done.ok, done.failed) == (JOB, True, {})
 
 
@@ -53,14 +53,14 @@ def test_a_job_is_settled_when_neither_task_nor_copy_is_outstanding(left):
 
 def test_one_failed_chunk_fails_the_job_and_is_told_of():
     job = Job(JOB, failed={3: FailureReason.CORRUPT})
-    done = job.done()
+    done = job.answer()
     assert not done.ok
     assert done.failed == {3: FailureReason.CORRUPT}
 
 
 def test_a_refused_copy_fails_a_job_without_a_failed_chunk():
     job = Job(JOB, ok=False, cause="ENOSPC")
-    done = job.done()
+    done = job.answer()
     assert (done.ok, done.failed, done.cause) == (False, {}, "ENOSPC")
 
 
@@ -93,11 +93,11 @@ def test_of_an_abandoned_job_reads_that_began_are_late_and_others_over():
     job.abandon()
     assert (job.tasks_left, list(job.reads)) == (1, [0])
     stalled = dict.fromkeys((2, 3, 4), FailureReason.STALLED) | {9: FailureReason.ABSENT}
-    assert job.late().failed == stalled | dict.fromkeys((0, 1), FailureReason.DEADLINE)
+    assert job.answer_late().failed == stalled | dict.fromkeys((0, 1), FailureReason.DEADLINE)
     job.tasks_left = 0  # the hung read has ended, and brought its chunks
     job.reads.clear()
     assert job.is_settled()
-    assert job.done().failed == stalled
+    assert job.answer().failed == stalled
 
 
 def test_each_job_is_answered_once_unless_it_is_late():

@@ -5,8 +5,9 @@ own block pool do: hashes of engine blocks (a chunk of several blocks has as man
 they cover, the hash before them, the adapter. The disk is the medium `STORAGE`; a chunk may be on
 both media, and each loses it by an event of its own.
 
-Of the disk an engine tells only what it did itself: what it recorded, and what it evicted. Engines
-that share a path evict each other's records, and say so for themselves alone.
+Of the disk, an engine publishes only what it recorded and evicted itself: to list the catalog at
+start and at a reset would be O(records). Engines that share a path evict each other's records, and
+each publishes its own evictions.
 """
 
 from array import array
@@ -81,7 +82,7 @@ class EventSource:
         """Note what chunks hold that have begun to arrive since the last call.
 
         They belong to the requests of `spans`, and mostly lie there; a request that is computed
-        anew may have them anywhere before. Costs a lookup per block hash of the spans, if any
+        again may have them anywhere before. Costs a lookup per block hash of the spans, if any
         chunk is arriving at all.
         """
         wanted: dict[bytes, list[OffloadKey]] = {}
@@ -108,8 +109,8 @@ class EventSource:
     def reset(self, namespace: Namespace) -> None:
         """Take note that the tiers were reset, and which namespace chunks have from now on.
 
-        vLLM's own pool says that all blocks are cleared, and before anything that is said here. So
-        what was recorded before the reset need not be taken back, but must not be said any more.
+        vLLM's own pool says that all blocks are cleared, and before any event from here. So
+        what was recorded before the reset is not taken back, but must not be published any more.
         """
         is_forgotten = namespace != self._namespace
         for change in self._log.take():
@@ -146,7 +147,7 @@ class EventSource:
         runs: list[list[ChunkContent]] = []
         for key, content in zip(change.keys, change.descriptions, strict=True):
             if not isinstance(content, ChunkContent):
-                continue  # without tokens it would be of no use to a listener
+                continue  # without tokens a listener cannot use it
             if len(content.block_hashes) > 1:
                 self._told.hold(change.tier_name, key, content.block_hashes)
             if runs and content.follows(runs[-1][-1]):

@@ -9,7 +9,7 @@ from tierstore.key import OffloadKey, get_offload_group_idx
 __all__ = ["ToldBlocks"]
 
 _RECORDED_MAX = 1 << 16
-"""Recorded chunks of several blocks whose hashes are kept for the day when they are evicted.
+"""Recorded chunks of several blocks whose hashes are kept until they are evicted.
 
 Of older ones only the last block's is known, which is in their key: the event names that one.
 """
@@ -65,7 +65,7 @@ class ToldBlocks:
         return None if hashes is None else self.release(tier_name, key, hashes)
 
     def forget_recorded(self) -> None:
-        """Forget all recorded chunks, as if nobody had been told of them."""
+        """Forget all recorded chunks, as if listeners had never been told of them."""
         self._recorded.clear()
         for place in [place for place in self._holder_counts if place.tier_name is not None]:
             del self._holder_counts[place]

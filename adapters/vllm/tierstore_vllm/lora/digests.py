@@ -5,8 +5,11 @@ every rank has in memory for the adapter, as the ranks tell it (`lora_watch`):
 
     OffloadKey = namespace + group index + block hash + digest
 
+A namespace per adapter would do as well, but every reset, epoch and catalog would have to know it.
+
 An adapter whose weights change under its name and path is not cached any more until the cache is
-reset: vLLM's own cache goes on giving its old blocks to new requests, and nobody can tell them.
+reset. Under the new digest at once, old blocks would be stored as new: vLLM's own cache still gives
+them to new requests, and they cannot be told apart.
 """
 
 import logging
@@ -89,7 +92,7 @@ class AdapterRequests:
             block_hashes: Sequence[bytes] = request.block_hashes
             return block_hashes
         if getattr(request.lora_request, "load_inplace", True):
-            return None  # its weights are read anew when it is computed, or vLLM cannot say
+            return None  # its weights are read again when it is computed, or vLLM does not tell
         weights = self._weights.get(Adapter.of(request.lora_request), _Weights())
         if weights.is_in_doubt:
             return None
@@ -150,12 +153,12 @@ class AdapterRequests:
         self._asks_ranks = True
 
     def take_question(self) -> bool:
-        """Say once after a reset that the ranks shall tell of all adapters."""
+        """Return whether the ranks shall report all adapters: once after each reset."""
         asks, self._asks_ranks = self._asks_ranks, False
         return asks
 
     def claim(self, lora_request: "LoRARequest") -> AdapterClaim:
-        """Say which weights computed the chunks of a request that may be cached."""
+        """Return which weights computed the chunks of a request that may be cached."""
         adapter = Adapter.of(lora_request)
         weights = self._weights.get(adapter, _Weights())  # after a reset no rank grants it
         return AdapterClaim(adapter, lora_request.lora_int_id, dict(weights.digests))

@@ -2,8 +2,9 @@
 
 vLLM tells a connector an adapter's name and path, never its weights. Files do not tell them either:
 a worker reads them when it first needs them, drops them when it needs the room, reads them again,
-or is told to read them anew under the same name. So this module wraps the two methods of vLLM's own
-LoRA manager through which all of that goes, and digests what was loaded, in memory.
+or is told to reload them under the same name. So each rank wraps the two methods of vLLM's own LoRA
+manager through which all of that goes, and digests what was loaded, in memory. A digest of the
+files, in the scheduler, would not show when a worker read them.
 """
 
 import functools

@@ -5,7 +5,7 @@
     update_state_after_alloc     begin_load        pins what the promised hit needs
     build_connector_meta         plan_step         every step, empty ones too
     take_report                  complete
-    take_events                  (what the tiers say of their own accord)
+    take_events                  (what has come to the tiers and left them)
     request_finished             finish_request
 
 No hook raises. A request whose hook failed is computed without the cache; after a few failures, or
@@ -115,7 +115,7 @@ class SchedulerHalf:
     ) -> Self:
         """Open the tiers of the engine whose ranks agreed on `manifest`.
 
-        `event_groups`: what events say of each group, if somebody takes them at every step.
+        `event_groups`: what events say of each group; None: no events are wanted.
 
         Raises:
             ConfigError: a capacity is too small.
@@ -159,7 +159,7 @@ class SchedulerHalf:
     def get_num_new_matched_tokens(
         self, request: "Request", local_tokens: int
     ) -> tuple[int | None, bool]:
-        """Say how many tokens beyond the local ones can be loaded; None: ask again."""
+        """Return how many tokens beyond the local ones can be loaded; None: ask again."""
         self._foreign_loads.note_asked(request.request_id, local_tokens)
         if request.skip_reading_prefix_cache:
             return 0, False
@@ -204,7 +204,9 @@ class SchedulerHalf:
         metadata = self._announce(self._plan(output))
         if not output.num_scheduled_tokens and metadata.is_empty():
             # The engine waits for our threads, and would ask again at once: it would keep the
-            # interpreter from them. vLLM's server pauses by itself, its offline engine does not.
+            # interpreter, which lookups and I/O threads ask for with every key and every checksum
+            # (1,300 instead of 200 ms for 146 MB). vLLM's server pauses by itself, its offline
+            # engine does not. A wait in the worker would still starve the lookups before a load.
             time.sleep(_PAUSE_SECONDS)
         return metadata
 
@@ -248,7 +250,8 @@ class SchedulerHalf:
         for done in self._tally.add(report):
             self._planner.complete(done)
         if report.has_given_up:
-            # Its every load would fail, and vLLM may end the requests that wait for them.
+            # Not answered as failed one by one: its every load would fail, and under
+            # `kv_load_failure_policy: fail` vLLM ends the requests that wait for them.
             self.trust.lose("a worker moves no bytes any more")
 
     @guarded(None, is_fatal=True)
@@ -256,7 +259,7 @@ class SchedulerHalf:
         """Let nothing be found that is on its way from the engine's blocks.
 
         Another connector could not load blocks for a step that has been computed with them. vLLM
-        computes it again; which offloads read blocks of that step, nobody knows.
+        computes it again. Which offloads read blocks of that step is unknown, so all are dropped.
         """
         self._planner.drop_offloads()
 
@@ -284,16 +287,16 @@ class SchedulerHalf:
 
     @guarded(False, is_fatal=True)
     def has_work(self) -> bool:
-        """Say whether the engine should go on stepping without a request."""
+        """Return whether the engine should go on stepping without a request."""
         return self._planner.has_work()
 
     @guarded(True, is_fatal=True)
     def reset_cache(self) -> bool:
         """Forget all cached chunks, and begin an epoch of this engine's own.
 
-        vLLM does not say why. Weights that changed, or will before the next request, are those of
+        vLLM does not tell why. Weights that changed, or will before the next request, are those of
         no manifest, so what is computed from now on must not be found by an engine that loads the
-        weights anew, nor by one that shares the path. An operator who knows that they never change
+        weights again, nor by one that shares the path. An operator who knows that they never change
         may have the disk left as it is.
         """
         if self._config.on_reset == "keep_disk":
@@ -302,6 +305,8 @@ class SchedulerHalf:
             _logger.info("cache was reset: what is on disk stays, as offload.on_reset says")
             return True
         self._manifest = self._manifest.in_epoch(secrets.token_hex(8))
+        # The tiers also forget the namespace of the weights that were loaded, for all engines on
+        # the path: requests between an update and this reset may have stored there.
         self._planner.reset(self._manifest)
         self._adapters.reset()
         self._events.reset(self._manifest.namespace)

@@ -76,16 +76,18 @@ class StepReader:
         # Every running request is in these lists, and nearly all of them end here.
         ready_tokens = list(map(add, computed_tokens, map(scheduled_tokens.__getitem__, names)))
         found = [
-            self._settled(names[i], computed_tokens[i], ready_tokens[i])
+            self._progress_of(names[i], computed_tokens[i], ready_tokens[i])
             for i in self.completing(names, ready_tokens)
         ]
         for table in admitted:
             before = table.computed_tokens
             after = before + scheduled_tokens[table.request_id]
-            found.append(self._settled(table.request_id, before, after))
+            found.append(self._progress_of(table.request_id, before, after))
         return [progress for progress in found if progress is not None]
 
-    def _settled(self, request_id: str, computed_tokens: int, ready_tokens: int) -> Progress | None:
+    def _progress_of(
+        self, request_id: str, computed_tokens: int, ready_tokens: int
+    ) -> Progress | None:
         request = self.requests.get(request_id)
         if request is None:
             return None
