@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tierstore.config import BreakerConfig
-from tierstore.tier.breaker import Breaker, BreakerState
+from tierstore.tier.health.breaker import Breaker, BreakerState
 from tierstore.transfer import FailureReason
 
 CONFIG = BreakerConfig(failures=3, retry_after_seconds=5.0, retry_after_max_seconds=30.0)

@@ -14,8 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tierstore import Manifest, load_config, make_offload_keys
 from tierstore.metrics import Counters
 from tierstore.testing.spread import spread_hashes
-from tierstore.tier.breaker import BreakerState
-from tierstore.tier.health import TRIAL_CHUNKS
+from tierstore.tier.health.breaker import BreakerState
+from tierstore.tier.health.tier_health import TRIAL_CHUNKS
 from tierstore.tier.opening import open_stack
 from tierstore.tier.reservation import ChunkState
 from tierstore.transfer import Demote, FailureReason, Load, Release, TransferDone

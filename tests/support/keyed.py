@@ -1,7 +1,7 @@
 """Keys and codecs of keyed records."""
 
 from tierstore.codec.keyed import KeyedCodec
-from tierstore.key_file import RecordKey
+from tierstore.config.key_file import RecordKey
 
 KINDS = [False, True]
 """Authenticated, and encrypted too."""

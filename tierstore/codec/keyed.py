@@ -39,9 +39,9 @@ from tierstore.codec.record import (
     identity_fault,
     pack_identity,
 )
+from tierstore.config.key_file import KEY_ID_BYTES, RecordKey
 from tierstore.errors import MissingExtraError
 from tierstore.key import OffloadKey
-from tierstore.key_file import KEY_ID_BYTES, RecordKey
 from tierstore.layout import PAGE_BYTES, round_up
 from tierstore.manifest import FORMAT_VERSION
 from tierstore.transfer import FailureReason

@@ -2,8 +2,8 @@
 
 from tierstore.codec.plain import PlainCodec, RecordCodec
 from tierstore.config import SecondaryConfig
+from tierstore.config.key_file import read_key_file
 from tierstore.errors import ConfigError
-from tierstore.key_file import read_key_file
 from tierstore.manifest import Manifest
 
 __all__ = ["open_codec"]

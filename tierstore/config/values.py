@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema
 
+from tierstore.config.key_file import looks_like_key
 from tierstore.config.plug_ins import (
     BUILT_IN_NAMES,
     PLUG_IN_NAME_PATTERN,
@@ -14,7 +15,6 @@ from tierstore.config.plug_ins import (
     find_plug_in,
 )
 from tierstore.config.units import DURATION_PATTERN, SIZE_PATTERN, parse_duration, parse_size
-from tierstore.key_file import looks_like_key
 from tierstore.quoting import quoted
 
 __all__ = [

@@ -10,7 +10,7 @@ from tierstore.key import OffloadKey
 from tierstore.metrics import Counters, Metric
 from tierstore.policy.use import UNKNOWN_USE, UseContext
 from tierstore.tier.admission.protocol import Admission
-from tierstore.tier.health import TierHealth
+from tierstore.tier.health.tier_health import TierHealth
 from tierstore.tier.memory.primary import PrimaryTier
 from tierstore.tier.movements import MovementLog
 from tierstore.tier.secondary import SecondaryTier

@@ -16,7 +16,7 @@ from tierstore.metrics import Counters, Metric
 from tierstore.tier.admission import make_admission
 from tierstore.tier.cascade import Cascade
 from tierstore.tier.disk.tier import DiskTier
-from tierstore.tier.health import TierHealth
+from tierstore.tier.health.tier_health import TierHealth
 from tierstore.tier.memory.primary import PrimaryTier
 from tierstore.tier.movements import MovementLog
 from tierstore.tier.readable import ReadableRecords

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tierstore.clock import Clock
 from tierstore.key import OffloadKey
 from tierstore.metrics import Counters, Metric
-from tierstore.tier.health import TierHealth
+from tierstore.tier.health.tier_health import TierHealth
 from tierstore.tier.reservation import ChunkState
 from tierstore.tier.secondary import SecondaryTier
 from tierstore.transfer import FailureReason, Place

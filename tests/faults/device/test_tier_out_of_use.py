@@ -300,7 +300,9 @@ def test_one_line_is_logged_when_a_tier_goes_and_one_when_it_comes_back(tmp_path
                 CHUNKS.found(store, range(first, first + 8))
         device.heal()
         assert within_seconds(lambda: CHUNKS.found(store, [200, 210]) and state(store) == 0)
-    lines = [r.getMessage() for r in caplog.records if r.name == "tierstore.tier.health"]
+    lines = [
+        r.getMessage() for r in caplog.records if r.name == "tierstore.tier.health.tier_health"
+    ]
     loud = [line for line in lines if "tier=disk" in line]
     assert loud[0].startswith("tier out of use: tier=disk reads=open")
     assert "cause=io_error" in loud[0]

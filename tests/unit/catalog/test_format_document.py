@@ -42,10 +42,10 @@ from tierstore.codec.record import (
     PLACE_DTYPE,
     encode_headers,
 )
+from tierstore.config.key_file import KEY_ID_BYTES
 from tierstore.device.block_units import BlockUnits
 from tierstore.device.marker import claim
 from tierstore.key import BLOCK_HASH_BYTES_MAX, BLOCK_HASH_BYTES_MIN, KEY_BYTES_MAX, OffloadKey
-from tierstore.key_file import KEY_ID_BYTES
 from tierstore.layout import PAGE_BYTES
 from tierstore.lmdb_env.env import LmdbEnv
 from tierstore.manifest import FORMAT_VERSION

@@ -13,8 +13,8 @@ from xxhash import xxh3_64_intdigest
 
 from tierstore.codec.plain import PlainCodec, ReadBatch
 from tierstore.codec.record import HEADER_BYTES
+from tierstore.config.key_file import RecordKey
 from tierstore.key import Namespace, make_offload_keys
-from tierstore.key_file import RecordKey
 from tierstore.layout import PAGE_BYTES, round_up
 from tierstore.testing.spread import spread_hashes
 from tierstore.transfer import FailureReason

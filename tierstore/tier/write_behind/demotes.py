@@ -14,7 +14,7 @@ from tierstore.key import OffloadKey, get_offload_group_idx
 from tierstore.layout import GroupSpec
 from tierstore.metrics import Counters, Metric
 from tierstore.tier.admission.protocol import Admission
-from tierstore.tier.health import TierHealth, worst_reason
+from tierstore.tier.health.tier_health import TierHealth, worst_reason
 from tierstore.tier.memory.primary import PrimaryTier
 from tierstore.tier.movements import MovementLog
 from tierstore.tier.secondary import SecondaryTier

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from tierstore.tier.health import TierHealth
+from tierstore.tier.health.tier_health import TierHealth
 from tierstore.tier.secondary import SecondaryTier
 from tierstore.tier_events import Freed
 from tierstore.transfer import JobId, Release, TransferDone

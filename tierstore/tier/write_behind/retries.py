@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from tierstore.key import OffloadKey
-from tierstore.tier.health import TRIAL_CHUNKS, TierHealth
+from tierstore.tier.health.tier_health import TRIAL_CHUNKS, TierHealth
 from tierstore.tier.secondary import SecondaryTier
 from tierstore.tier.write_behind.crowding import Crowding
 from tierstore.tier.write_behind.failed_demotes import FailedDemotes

@@ -2,7 +2,7 @@
 
 from tierstore.clock import Clock
 from tierstore.config import BreakerConfig
-from tierstore.tier.breaker import Breaker, BreakerState
+from tierstore.tier.health.breaker import Breaker, BreakerState
 from tierstore.transfer import FailureReason
 
 __all__ = ["HANGING", "CoupledBreakers"]

@@ -7,7 +7,7 @@ from fake_clock import FakeClock
 
 from tierstore.config import BreakerConfig, IoConfig
 from tierstore.metrics import Counters
-from tierstore.tier.health import TierHealth
+from tierstore.tier.health.tier_health import TierHealth
 from tierstore.transfer import FailureReason
 
 IO_ERROR = FailureReason.IO_ERROR

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tierstore.config.key_file import RecordKey, looks_like_key, read_key_file
 from tierstore.errors import ConfigError
-from tierstore.key_file import RecordKey, looks_like_key, read_key_file
 
 SECRET = bytes(range(7, 39))
 OTHER = bytes(range(107, 139))

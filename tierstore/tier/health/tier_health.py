@@ -24,10 +24,10 @@ from tierstore.bounded_log import bounded
 from tierstore.clock import Clock
 from tierstore.config import IoConfig
 from tierstore.metrics import Counters, Metric
-from tierstore.tier.breaker import BreakerState
-from tierstore.tier.coupled_breakers import HANGING, CoupledBreakers
+from tierstore.tier.health.breaker import BreakerState
+from tierstore.tier.health.coupled_breakers import HANGING, CoupledBreakers
+from tierstore.tier.health.standstill import Standstill
 from tierstore.tier.secondary import SecondaryTier
-from tierstore.tier.standstill import Standstill
 from tierstore.transfer import FailureReason
 
 __all__ = ["TRIAL_CHUNKS", "TierHealth", "worst_reason"]

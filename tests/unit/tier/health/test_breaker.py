@@ -6,7 +6,7 @@ import pytest
 from fake_clock import FakeClock
 
 from tierstore.config import BreakerConfig
-from tierstore.tier.breaker import Breaker, BreakerState
+from tierstore.tier.health.breaker import Breaker, BreakerState
 from tierstore.transfer import FailureReason
 
 CLOSED, HALF_OPEN, OPEN = BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN

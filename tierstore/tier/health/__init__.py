@@ -1,0 +1,1 @@
+"""Is the device of a tier worth asking?"""
