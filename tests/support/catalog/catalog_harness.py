@@ -7,7 +7,13 @@ import numpy as np
 from fake_clock import FakeClock
 
 from tierstore.catalog.catalog import Catalog
-from tierstore.catalog.messages import CommitTicket, ReleaseDone, RequestPlaces, SweepGarbage
+from tierstore.catalog.messages import (
+    CommitTicket,
+    Evict,
+    ReleaseDone,
+    RequestPlaces,
+    SweepGarbage,
+)
 from tierstore.catalog.writer import CatalogWriter
 from tierstore.codec.record import PLACE_DTYPE
 from tierstore.config import SecondaryConfig
@@ -18,6 +24,8 @@ from tierstore.testing.spread import spread_hashes
 from tierstore.tier_events import Committed, Evicted, Freed, Placed
 
 MIB = 1 << 20
+OVERDUE_SECONDS = 1.5
+"""Longer than a request waits before it takes over the releases of others."""
 
 
 class CountedDisk:
@@ -149,6 +157,12 @@ class Harness:
         self.take_later()
         self.release()
         self.take_later()
+        if self.writer.waiting:
+            # For what an owner was releasing when it died: taken over when the request is overdue.
+            self.clock.now += OVERDUE_SECONDS
+            self.writer.handle([Evict()])
+            self.take_later()
+            self.release()
         (answer,) = self.later
         if isinstance(answer, Placed):
             self.disk.write(answer.places)

@@ -208,6 +208,15 @@ STEPS = st.lists(
         ("store", [*range(40, 52)]),
     ]
 )
+@example(
+    steps=[
+        ("store", [*range(20)]),
+        ("unreferenced", [*range(6)]),
+        ("store", [*range(20, 36)]),
+        ("unreferenced", [0]),  # releases what the owner before it was writing, and dies, too
+        ("store", [40]),
+    ]
+)
 def test_the_catalog_agrees_with_a_model(tmp_path_factory, backend, steps):
     """Goal: records and their order equal a dict's, whatever happens; capacity holds throughout.
 
