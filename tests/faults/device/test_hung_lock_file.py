@@ -67,6 +67,8 @@ class Store:
     def __exit__(self, *_):
         self._process.kill()
         self._process.wait()
+        self._process.stdin.close()
+        self._process.stdout.close()
 
     def found(self, first=None, last=None):
         if first is not None:

@@ -27,7 +27,7 @@ def test_chunks_of_an_idle_store_are_written(tmp_path, backend):
 def test_what_an_idle_store_evicted_or_forgot_is_given_back(tmp_path, backend):
     config = config_of(tmp_path, backend=backend, primary="4MiB", capacity="16MiB")
     with CHUNKS.open(config) as idle:
-        catalog = idle._stack.secondaries[0]._catalog
+        catalog = idle._stack.secondaries[0]._threads.opened.catalog
 
         def nothing_is_pending():
             with catalog._env.read(catalog._databases.pending) as txn:
