@@ -1,13 +1,12 @@
 """The one place that knows which backend a configuration means."""
 
-import inspect
 from functools import partial
 from pathlib import Path
 from typing import Protocol, cast
 
 from tierstore.backend.lmdb.backend import LmdbBackend
 from tierstore.backend.names import rank_directories
-from tierstore.backend.plug_in import open_plug_in
+from tierstore.backend.plug_in import names_pool, open_plug_in
 from tierstore.backend.protocol import Backend, PoolRegion
 from tierstore.backend.segments.backend import FileBackend
 from tierstore.codec.opening import open_codec
@@ -62,11 +61,12 @@ def open_backend(
     *,
     rank: int,
     rank_count: int,
+    pool: PoolRegion | None = None,
     system: SystemCalls | None = None,
 ) -> Backend:
-    """Open the payload store of one rank below `<path>/rank<r>`.
+    """Open the payload store of one rank below `<path>/rank<r>`, or wherever a plug-in keeps it.
 
-    `system` is what the configuration says unless it is given.
+    `system` is what the configuration says unless it is given. Plug-ins that ask are told `pool`.
 
     Raises:
         BackendError: the path cannot be used; the message says what to change.
@@ -76,6 +76,18 @@ def open_backend(
     """
     codec = open_codec(config, manifest)
     system = open_system(config) if system is None else system
+    open_other = partial(
+        open_plug_in,
+        config,
+        manifest,
+        rank=rank,
+        rank_count=rank_count,
+        codec=codec,
+        system=system,
+        pool=pool,
+    )
+    if not config.is_on_disk:  # its path and its capacity are the plug-in's
+        return open_other()
     _claim(config.path, system)
     directory = config.path / f"rank{rank}"
     backend: Backend
@@ -106,9 +118,7 @@ def open_backend(
         )
     else:
         SpaceGeometry.of(config, manifest, rank_count)
-        return open_plug_in(
-            config, manifest, rank=rank, rank_count=rank_count, codec=codec, system=system
-        )
+        return open_other()
     backend.open()
     return backend
 
@@ -117,10 +127,21 @@ def backend_opener(open_system: SystemOpener) -> BackendOpener:
     """Return `open_backend` with the system calls that `open_system` gives for a tier."""
 
     def open_with(
-        config: SecondaryConfig, manifest: Manifest, *, rank: int, rank_count: int
+        config: SecondaryConfig,
+        manifest: Manifest,
+        *,
+        rank: int,
+        rank_count: int,
+        pool: PoolRegion | None = None,
     ) -> Backend:
-        system = open_system(config)
-        return open_backend(config, manifest, rank=rank, rank_count=rank_count, system=system)
+        return open_backend(
+            config,
+            manifest,
+            rank=rank,
+            rank_count=rank_count,
+            pool=pool,
+            system=open_system(config),
+        )
 
     return open_with
 
@@ -131,11 +152,7 @@ def offer_pool(opener: BackendOpener, pool: PoolRegion) -> BackendOpener:
     It is told at each opening. Others are returned as they are; so are those with `**kwargs`, which
     they may hand on to a function without this parameter.
     """
-    try:
-        names = inspect.signature(opener).parameters
-    except (TypeError, ValueError):  # a callable written in C may have no signature
-        return opener
-    if "pool" not in names:
+    if not names_pool(opener):
         return opener
     return partial(cast("PoolBackendOpener", opener), pool=pool)
 

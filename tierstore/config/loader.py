@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tierstore.config.model import SecondaryConfig, StoreConfig
-from tierstore.config.plug_ins import BUILT_IN_NAMES
+from tierstore.config.plug_ins import BUILT_IN_NAMES, PlugInGroup
 from tierstore.config.problems import problem_at, problems_of
 from tierstore.config.real_paths import real_paths
 from tierstore.config.text_file import read_text
@@ -26,6 +26,13 @@ _SECONDARY_CAPACITY_BYTES_MIN = 8 << 20
 _RESERVED_TIER_NAME = "primary"
 """What logs and metrics call the tier in host memory."""
 _PATH_CHARS_MAX = 1_000
+_GROUPS = {
+    "eviction": PlugInGroup.POLICIES,
+    "tier": PlugInGroup.TIERS,
+    "backend": PlugInGroup.BACKENDS,
+    "cascade": PlugInGroup.ADMISSIONS,
+}
+"""Of the plug-ins that a key can name."""
 
 
 def load_config(source: str | os.PathLike[str] | Mapping[str, object]) -> StoreConfig:
@@ -146,7 +153,12 @@ def _require_whole_paths(document: "Document") -> None:
 def _impossible_keys(document: "Document") -> Iterator[str]:
     yield from _idle_options("primary", document.primary, ("eviction",))
     for tier_idx, tier in enumerate(document.secondary):
-        yield from _idle_options(f"secondary[{tier_idx}]", tier, ("backend", "cascade"))
+        yield from _idle_options(f"secondary[{tier_idx}]", tier, ("tier", "backend", "cascade"))
+        if _is_plug_in("tier", tier.tier) and not _is_plug_in("backend", tier.backend):
+            yield (
+                f"secondary[{tier_idx}].backend: {tier.backend!r} keeps records where a tier on "
+                f"disk places them; name the backend that belongs to tier {tier.tier!r}"
+            )
         if tier.backend == "lmdb" and "mode" in tier.io.model_fields_set:
             yield (
                 f"secondary[{tier_idx}].io.mode: the lmdb backend has no I/O modes; "
@@ -163,11 +175,14 @@ def _impossible_keys(document: "Document") -> Iterator[str]:
 
 def _idle_options(where: str, section: object, keys: Sequence[str]) -> Iterator[str]:
     """Options are for plug-ins: a built-in part would silently ignore them."""
-    built_in = {name for names in BUILT_IN_NAMES.values() for name in names}
     for key in keys:
         name = getattr(section, key)
-        if getattr(section, f"{key}_options") and name in built_in:
+        if getattr(section, f"{key}_options") and not _is_plug_in(key, name):
             yield f"{where}.{key}_options: {key} {name!r} is built in and has none; remove the key"
+
+
+def _is_plug_in(key: str, name: str) -> bool:
+    return name not in BUILT_IN_NAMES[_GROUPS[key]]
 
 
 def _impossible_tiers(tiers: Sequence[SecondaryConfig]) -> Iterator[str]:

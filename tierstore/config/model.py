@@ -91,14 +91,20 @@ class IntegrityConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecondaryConfig:
-    """One tier on disk."""
+    """One tier below the memory."""
 
     name: str
+    tier: str = "disk"
+    """`disk`, or a plug-in: the half that knows which records there are."""
     backend: str
-    """`file`, `lmdb`, or a plug-in, whose records are placed and accounted as those of `file`."""
+    """`file`, `lmdb`, or a plug-in; on disk, its records are placed and accounted as in `file`."""
     path: Path
+    """The tier's directory; a plug-in tier is told it, and it is left to the plug-in."""
     capacity_bytes: int
-    """Hard limit of all bytes below `path`: catalog, every rank and every engine included."""
+    """Hard limit of all bytes below `path`: catalog, every rank and every engine included.
+
+    A plug-in tier is told it.
+    """
     cascade: str = "write_through"
     """A `Cascade`, or a plug-in."""
     eviction: Literal["lru"] = "lru"
@@ -109,6 +115,13 @@ class SecondaryConfig:
     """Keyword arguments for a plug-in."""
     cascade_options: Mapping[str, object] = field(default_factory=dict, hash=False)
     """Keyword arguments for a plug-in."""
+    tier_options: Mapping[str, object] = field(default_factory=dict, hash=False)
+    """Keyword arguments for a plug-in."""
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether the tier is a directory of this machine, with a catalog."""
+        return self.tier == "disk"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,14 +45,14 @@ class PlugInGroup(StrEnum):
     BACKENDS = "tierstore.backends"
     """`secondary[].backend`: a function that returns a `Backend`."""
     TIERS = "tierstore.tiers"
-    """Tiers that are no directory of this machine."""
+    """`secondary[].tier`: a function that returns a `SecondaryTier`."""
 
 
 BUILT_IN_NAMES: dict[PlugInGroup, tuple[str, ...]] = {
     PlugInGroup.POLICIES: ("lru", "arc"),
     PlugInGroup.ADMISSIONS: get_args(Cascade),
     PlugInGroup.BACKENDS: ("file", "lmdb"),
-    PlugInGroup.TIERS: (),
+    PlugInGroup.TIERS: ("disk",),
 }
 
 _KEYS = {
@@ -150,7 +150,7 @@ def _unknown(group: PlugInGroup, name: object, installed: Iterable[str]) -> str:
         if isinstance(name, str)
         else []
     )
-    expected = _either([*map(quoted, built_in), *([] if built_in else ["a plug-in"])])
+    expected = _either(list(map(quoted, built_in)))
     there = ", ".join([*map(quoted, names[:_SHOWN_MAX]), *(["..."] if names[_SHOWN_MAX:] else [])])
     remedy = (
         f"did you mean {quoted(nearest[0])}?" if nearest else "install the package that has it;"

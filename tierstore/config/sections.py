@@ -32,6 +32,7 @@ from tierstore.config.values import (
     PolicyName,
     PositiveSize,
     Size,
+    TierName,
     VersionNumber,
 )
 
@@ -223,10 +224,12 @@ class IntegritySection(_Section):
 
 
 class SecondarySection(_Section):
-    """One tier on disk."""
+    """One tier below the memory: on disk, or as a plug-in says."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
     """Names the tier in logs and metrics: letters, digits, `_`, `.`, `-`."""
+    tier: TierName = "disk"
+    """`disk`: a directory of this machine."""
     backend: BackendName
     """`file`: segment files, for large tiers; `lmdb`: one database file, for small ones."""
     path: PathText = Field(min_length=1)
@@ -246,11 +249,14 @@ class SecondarySection(_Section):
     """What a plug-in that `backend` names is given, by the names of its arguments."""
     cascade_options: Options = Field(default={})
     """What a plug-in that `cascade` names is given, by the names of its arguments."""
+    tier_options: Options = Field(default={})
+    """What a plug-in that `tier` names is given, by the names of its arguments."""
 
     def build(self, folder: Path) -> SecondaryConfig:
         """Return the section as the rest of tierstore sees it; `folder` bases a relative path."""
         return SecondaryConfig(
             name=self.name,
+            tier=self.tier,
             backend=self.backend,
             path=folder / Path(self.path).expanduser(),
             capacity_bytes=self.capacity,
@@ -260,6 +266,7 @@ class SecondarySection(_Section):
             integrity=None if self.integrity is None else self.integrity.build(folder),
             backend_options=self.backend_options,
             cascade_options=self.cascade_options,
+            tier_options=self.tier_options,
         )
 
 

@@ -27,6 +27,7 @@ __all__ = [
     "PolicyName",
     "PositiveSize",
     "Size",
+    "TierName",
     "VersionNumber",
 ]
 
@@ -127,6 +128,7 @@ AdmissionName = Annotated[
 BackendName = Annotated[
     str, _plug_in_name(PlugInGroup.BACKENDS), _plug_in_schema(PlugInGroup.BACKENDS)
 ]
+TierName = Annotated[str, _plug_in_name(PlugInGroup.TIERS), _plug_in_schema(PlugInGroup.TIERS)]
 Options = dict[str, Any]
 KeyPathText = Annotated[str, BeforeValidator(_key_path)]
 VersionNumber = Annotated[Literal[1], BeforeValidator(_version)]

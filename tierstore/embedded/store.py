@@ -96,7 +96,10 @@ class TierStore:
         self._counters = counters
         self._specs = manifest.group_specs()
         self._patience = Patience() if patience is None else patience
-        tiers = [f"{tier.name} ({tier.path})" for tier in config.secondary]
+        tiers = [
+            f"{tier.name} ({tier.path if tier.is_on_disk else tier.tier})"
+            for tier in config.secondary
+        ]
         self._planes = Planes(
             stack,
             executor,

@@ -49,11 +49,12 @@ class TierIo:
         backend = ReopeningBackend(
             config.name,
             partial(opener, config, manifest, rank=rank, rank_count=rank_count),
-            config.path / f"rank{rank}",
+            # Below the path of another tier lies what its plug-in keeps there, if anything.
+            config.path / f"rank{rank}" if config.is_on_disk else None,
             has_database=config.backend == "lmdb",
         )
         self.backend: Backend = backend
-        self.owners = OwnerLocks(config.path)
+        self.owners = OwnerLocks(config.path) if config.is_on_disk else None
         self.held_bytes_max = int(pool_bytes * config.io.breaker.hung_share)
         """What reads may hold of the pool while they hang."""
         self.gate = ReadGate(self.held_bytes_max, config.io.threads)
@@ -74,6 +75,8 @@ class TierIo:
 
         Called by the tier's threads, as the backend.
         """
+        if self.owners is None:
+            return self.backend.write(records)
         if self.owners.hold(owner):
             failed = self.backend.write(records)
             if self.owners.hold(owner):
@@ -86,13 +89,14 @@ class TierIo:
     def close(self) -> None:
         """Close what the threads used, once they have ended."""
         self.backend.close()
-        self.owners.close()
+        if self.owners is not None:
+            self.owners.close()
 
 
 class _FirstOpening:
     """The first try to open a backend, in another thread."""
 
-    def __init__(self, backend: ReopeningBackend, owners: OwnerLocks) -> None:
+    def __init__(self, backend: ReopeningBackend, owners: OwnerLocks | None) -> None:
         self._backend = backend
         self._owners = owners
         self._error: Exception | None = None
@@ -100,7 +104,8 @@ class _FirstOpening:
 
     def run(self) -> None:
         try:
-            self._owners.look()
+            if self._owners is not None:
+                self._owners.look()
             self._backend.open()
         except Exception as error:  # noqa: BLE001 - raised where the tier is opened
             self._error = error

@@ -4,15 +4,18 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, cast
 
 from tierstore.catalog.catalog import Catalog
 from tierstore.clock import Clock, MonotonicClock
 from tierstore.config import SecondaryConfig, StoreConfig
+from tierstore.config.plug_ins import PlugInGroup, load_plug_in, require_members
+from tierstore.errors import ConfigError, TierStoreError
 from tierstore.faults import SystemOpener, open_system
 from tierstore.layout import GroupKind, GroupSpec
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters, Metric
+from tierstore.quoting import named, quoted
 from tierstore.tier.admission import make_admission
 from tierstore.tier.cascade import Cascade
 from tierstore.tier.disk.tier import DiskTier
@@ -35,7 +38,10 @@ _CHECK_CLOSE_SECONDS = 5.0
 
 
 class TierMaker(Protocol):
-    """A function that makes the control half of a tier; the data half is a `BackendOpener`'s."""
+    """A function that makes the control half of a tier; the data half is a `BackendOpener`'s.
+
+    A plug-in of `tierstore.tiers` is one, which takes its `tier_options`, too.
+    """
 
     def __call__(
         self, config: SecondaryConfig, manifest: Manifest, *, tier_idx: int, rank_count: int
@@ -66,8 +72,8 @@ def open_stack(
 
     `lookup_seconds_max` bounds for how long a lookup of places hangs (None: as a read). `clock`
     measures for how long a record that failed is not offered; tests give their own, and an
-    `open_system` that lets a device fail. `make_tier` makes the tiers (None: those on this
-    machine).
+    `open_system` that lets a device fail. `make_tier` makes the tiers (None: as each one's `tier`
+    says).
 
     Raises:
         ConfigError, MissingExtraError: a capacity is too small, or a key file cannot be used.
@@ -77,7 +83,7 @@ def open_stack(
     groups = manifest.group_specs()
     primary = _primary(config, groups)
     if make_tier is None:
-        make_tier = _disk_maker(counters, open_system, lookup_seconds_max)
+        make_tier = _configured(_disk_maker(counters, open_system, lookup_seconds_max))
     secondaries = [
         make_tier(tier, manifest, tier_idx=tier_idx, rank_count=rank_count)
         for tier_idx, tier in enumerate(config.secondary)
@@ -105,6 +111,38 @@ def open_stack(
             clock=clock,
             movements=movements,
         )
+
+
+def _configured(make_disk: TierMaker) -> TierMaker:
+    """Return what makes each tier as its configuration says; `make_disk` those on disk."""
+
+    def make(
+        config: SecondaryConfig, manifest: Manifest, *, tier_idx: int, rank_count: int
+    ) -> SecondaryTier:
+        maker = make_disk if config.is_on_disk else _make_plug_in
+        return maker(config, manifest, tier_idx=tier_idx, rank_count=rank_count)
+
+    return make
+
+
+def _make_plug_in(
+    config: SecondaryConfig, manifest: Manifest, *, tier_idx: int, rank_count: int
+) -> SecondaryTier:
+    make = load_plug_in(PlugInGroup.TIERS, config.tier)
+    what = f"secondary[{tier_idx}].tier: {quoted(config.tier)}"
+    try:
+        tier = make(
+            config, manifest, tier_idx=tier_idx, rank_count=rank_count, **config.tier_options
+        )
+    except TierStoreError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{what}: the plug-in makes no tier: {named(error)}; see "
+            f"secondary[{tier_idx}].tier_options"
+        ) from error
+    require_members(tier, SecondaryTier, what)
+    return cast("SecondaryTier", tier)
 
 
 def _disk_maker(
@@ -175,7 +213,7 @@ def _cascades(
 def check_tiers(config: StoreConfig, manifest: Manifest, *, rank_count: int) -> None:
     """Raise what `open_stack` would raise, for a process that does not need the tiers itself.
 
-    Creates the directories of secondary tiers, as `open_stack` does; leaves nothing open, but for
+    Creates the directories of tiers on disk, as `open_stack` does; leaves nothing open, but for
     what hangs in its device.
 
     Raises:
@@ -186,8 +224,9 @@ def check_tiers(config: StoreConfig, manifest: Manifest, *, rank_count: int) -> 
             secondary tier.
     """
     _primary(config, manifest.group_specs())
+    make_tier = _configured(DiskTier)
     tiers = [
-        DiskTier(tier, manifest, tier_idx=tier_idx, rank_count=rank_count)
+        make_tier(tier, manifest, tier_idx=tier_idx, rank_count=rank_count)
         for tier_idx, tier in enumerate(config.secondary)
     ]
     for opened in open_tiers(tiers):

@@ -77,14 +77,12 @@ def test_all_slots_lie_in_the_region_that_an_opener_is_told(tmp_path, wrapped):
 @pytest.mark.parametrize(
     "opener",
     [
-        open_backend,
-        partial(open_backend, system=None),
         lambda config, manifest, *, rank, rank_count: open_backend(
             config, manifest, rank=rank, rank_count=rank_count
         ),
         lambda *places, **names: open_backend(*places, **dict(names)),
     ],
-    ids=["function", "partial", "keywords", "any"],
+    ids=["keywords", "any"],
 )
 def test_an_opener_that_does_not_name_the_region_is_called_without_it(tmp_path, opener):
     with TierStore.open(config_of(tmp_path), CHUNKS.manifest, open_backend=opener) as store:

@@ -17,6 +17,7 @@ GROUPS = {
     "tierstore.policies": ("primary.eviction", "lru"),
     "tierstore.admissions": ("secondary[0].cascade", "on_evict"),
     "tierstore.backends": ("secondary[0].backend", "lmdb"),
+    "tierstore.tiers": ("secondary[0].tier", "disk"),
 }
 
 
@@ -45,6 +46,9 @@ def folder(tmp_path, monkeypatch):
 def test_an_installed_name_is_accepted_where_a_built_in_one_is(folder, group, key):
     write_plug_in(folder, group, "mine", "def make(): ...", attribute="make")
     raw = document(key, "mine", share=0.5, names=["a"])
+    if group == "tierstore.tiers":  # it comes with a backend of its own
+        write_plug_in(folder, "tierstore.backends", "mine", "def make(): ...", attribute="make")
+        raw["secondary"][0]["backend"] = "mine"
     config = load_config(raw)
     section = config.primary if key.startswith("primary") else config.secondary[0]
     field = key.rpartition(".")[2]
@@ -153,6 +157,34 @@ def test_options_of_a_built_in_part_are_refused(key, built_in):
     assert str(problem_of(key, built_in, size=3)) == (
         f"{key}_options: {field} '{built_in}' is built in and has none; remove the key"
     )
+
+
+def test_a_plug_in_may_be_called_as_a_built_in_part_of_another_kind(folder):
+    write_plug_in(folder, "tierstore.backends", "disk", "def make(): ...", attribute="make")
+    config = load_config(document("secondary[0].backend", "disk", size=3))
+    assert config.secondary[0].backend_options == {"size": 3}
+
+
+@pytest.mark.parametrize("backend", ["file", "lmdb"])
+def test_a_plug_in_tier_needs_a_backend_of_its_own(folder, backend):
+    write_plug_in(folder, "tierstore.tiers", "mine", "def make(): ...", attribute="make")
+    raw = document("secondary[0].tier", "mine")
+    raw["secondary"][0]["backend"] = backend
+    with pytest.raises(ConfigError) as caught:
+        load_config(raw)
+    assert str(caught.value) == (
+        f"secondary[0].backend: '{backend}' keeps records where a tier on disk places them; name "
+        "the backend that belongs to tier 'mine'"
+    )
+
+
+@pytest.mark.parametrize("key", ["path", "backend", "capacity"])
+def test_a_plug_in_tier_needs_the_keys_of_every_tier(folder, key):
+    write_plug_in(folder, "tierstore.tiers", "mine", "def make(): ...", attribute="make")
+    raw = document("secondary[0].tier", "mine")
+    del raw["secondary"][0][key]
+    with pytest.raises(ConfigError, match=rf"^secondary\[0\]\.{key}: this key is required"):
+        load_config(raw)
 
 
 @pytest.mark.parametrize("options", [None, [], "a", 3])
