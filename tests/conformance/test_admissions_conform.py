@@ -3,6 +3,7 @@ import pytest
 from tierstore.errors import ConfigError
 from tierstore.testing.admission_conformance import AdmissionConformance
 from tierstore.tier.admission import ADMISSIONS, make_admission
+from tierstore.tier.admission.checked import CheckedAdmission
 from tierstore.tier.admission.on_evict import OnEvict
 from tierstore.tier.admission.second_touch import SecondTouch
 from tierstore.tier.admission.write_through import WriteThrough
@@ -23,6 +24,21 @@ class TestSecondTouch(AdmissionConformance):
         return SecondTouch()
 
 
+class TestCheckedWriteThrough(AdmissionConformance):
+    def make(self):
+        return CheckedAdmission(WriteThrough(), "plug-in")
+
+
+class TestCheckedOnEvict(AdmissionConformance):
+    def make(self):
+        return CheckedAdmission(OnEvict(), "plug-in")
+
+
+class TestCheckedSecondTouch(AdmissionConformance):
+    def make(self):
+        return CheckedAdmission(SecondTouch(), "plug-in")
+
+
 def test_admissions_are_made_by_name_and_share_nothing():
     assert {name: type(make_admission(name)) for name in ADMISSIONS} == {
         "write_through": WriteThrough,
@@ -33,5 +49,7 @@ def test_admissions_are_made_by_name_and_share_nothing():
 
 
 def test_an_unknown_name_is_refused_with_those_that_are_known():
-    with pytest.raises(ConfigError, match=r"one of write_through, on_evict, .*got 'on_full'"):
+    with pytest.raises(
+        ConfigError, match=r"^secondary\[\]\.cascade: .*'on_evict' or .*got 'on_full'"
+    ):
         make_admission("on_full")

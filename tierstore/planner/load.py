@@ -8,7 +8,6 @@ import numpy as np
 from tierstore.key import OffloadKey
 from tierstore.layout import GroupKind
 from tierstore.planner.groups import GroupOffloadConfig
-from tierstore.planner.use import at_depth
 from tierstore.policy.use import UNKNOWN_USE, UseContext
 from tierstore.tier.reservation import LoadReservation
 from tierstore.tier.stack import TierStack
@@ -88,7 +87,7 @@ def build_load(
         return None
     reservation = stack.reserve_load(
         [(w.config.spec.group_idx, w.keys) for w in wanted],
-        use=UNKNOWN_USE if use is None else at_depth(use, wanted[0].first_chunk),
+        use=UNKNOWN_USE if use is None else use.at_depth(wanted[0].first_chunk),
     )
     if reservation is None:
         return None

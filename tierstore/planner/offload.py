@@ -11,7 +11,6 @@ from tierstore.planner.groups import GroupOffloadConfig
 from tierstore.planner.in_flight import InFlight, OffloadJob
 from tierstore.planner.request import RequestGroupState, RequestOffloadState
 from tierstore.planner.step import EngineStep, LastTable, Progress, StateBlock
-from tierstore.planner.use import at_depth
 from tierstore.planner.writes import StepWrites
 from tierstore.policy.use import UNKNOWN_USE, UseContext
 from tierstore.tier.stack import TierStack
@@ -73,7 +72,7 @@ class _Batches:
         if batch is None:
             batch = self._batches[name] = _Batch(offer.group_idx)
             if offer.use is not None:
-                batch.use = at_depth(offer.use, offer.chunks[0])
+                batch.use = offer.use.at_depth(offer.chunks[0])
         batch.hashes += offer.hashes
         batch.block_ids += offer.block_ids
         batch.request_ids.add(offer.request_id)

@@ -18,7 +18,6 @@ from tierstore.planner.match import HitQuestion, match_prefix
 from tierstore.planner.offload import Offloads
 from tierstore.planner.request import RequestOffloadState
 from tierstore.planner.step import NOTHING_PLANNED, EngineStep, LastTable, PlannedStep
-from tierstore.planner.use import use_by
 from tierstore.planner.wait import Wait
 from tierstore.planner.writes import StepWrites
 from tierstore.policy.use import UNKNOWN_USE, UseContext
@@ -115,7 +114,7 @@ class OffloadPlanner:
         """
         self._idle_steps = 0
         if self._is_cacheable:
-            told = use_by(request_id, use) if self.needs_use else None
+            told = use.by(request_id) if self.needs_use else None
             state = RequestOffloadState.build(block_hashes, self._configs, told)
             self._requests[request_id] = state
 

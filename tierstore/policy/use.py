@@ -23,7 +23,8 @@ class UseContext:
     turn: int = 0
     """How many requests of the same conversation came before."""
     depth: int = 0
-    """How many chunks of the prefix lie before the first one of the batch."""
+    """How many chunks of the prefix lie before the first one of the batch. Chunks that one load
+    brings are told with the depth of the first one that it loads, from memory or from disk."""
     priority: int = 0
     """As the engine's: the smaller, the more urgent."""
     hints: tuple[tuple[str, str], ...] = ()
@@ -46,6 +47,26 @@ class UseContext:
     ) -> "UseContext":
         """Return the one value of these fields, as long as it is among the last few thousand."""
         return cls(request_id, parent_id, turn, depth, priority, hints, cost_seconds)
+
+    def by(self, request_id: str) -> "UseContext":
+        """Return what is known here of a request, under the name that the engine gives it."""
+        return self._with(request_id, 0)
+
+    def at_depth(self, depth: int) -> "UseContext":
+        """Return the same request's use of a batch before which so many chunks lie."""
+        return self._with(self.request_id, depth)
+
+    def _with(self, request_id: str, depth: int) -> "UseContext":
+        # Through `of`, so that equal uses are one object.
+        return self.of(
+            request_id,
+            parent_id=self.parent_id,
+            turn=self.turn,
+            depth=depth,
+            priority=self.priority,
+            hints=self.hints,
+            cost_seconds=self.cost_seconds,
+        )
 
 
 UNKNOWN_USE = UseContext()

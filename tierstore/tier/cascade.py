@@ -78,7 +78,7 @@ class Cascade:
         """Take note of chunks of one prefix, head first, that became resident."""
         admitted = self._admission.on_resident(keys, use)
         if admitted:
-            self.demotes.request(group_idx, admitted)
+            self.demotes.request(group_idx, admitted, use)
 
     def on_promoted(self, keys: Sequence[OffloadKey], use: UseContext = UNKNOWN_USE) -> None:
         """Take note of chunks that came from this very tier."""
@@ -88,7 +88,7 @@ class Cascade:
         """Take note of a further use of resident chunks, head first."""
         admitted = self._admission.on_touched(keys, use)
         if admitted:
-            self.demotes.request_groups(admitted)
+            self.demotes.request_groups(admitted, use)
 
     def on_evicted(self, keys: Sequence[OffloadKey]) -> None:
         """Take note of chunks that left the primary tier."""

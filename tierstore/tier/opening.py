@@ -76,7 +76,8 @@ def open_stack(
     says).
 
     Raises:
-        ConfigError, MissingExtraError: a capacity is too small, or a key file cannot be used.
+        ConfigError, MissingExtraError: a capacity is too small, or a key file or a plug-in cannot
+            be used.
         CatalogError, ManifestError, BackendError: the user has to change something about a
             secondary tier; none stays open.
     """
@@ -217,13 +218,15 @@ def check_tiers(config: StoreConfig, manifest: Manifest, *, rank_count: int) -> 
     what hangs in its device.
 
     Raises:
-        ConfigError: a capacity is too small, a key file cannot be used, or a path belongs to
-            another kind of tier.
+        ConfigError: a capacity is too small, a key file or a plug-in cannot be used, or a path
+            belongs to another kind of tier.
         MissingExtraError: a tier wants keyed records, and `cryptography` is not installed.
         CatalogError, ManifestError, BackendError: the user has to change something about a
             secondary tier.
     """
     _primary(config, manifest.group_specs())
+    for tier in config.secondary:
+        make_admission(tier.cascade, tier.cascade_options)
     make_tier = _configured(DiskTier)
     tiers = [
         make_tier(tier, manifest, tier_idx=tier_idx, rank_count=rank_count)

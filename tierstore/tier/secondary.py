@@ -150,6 +150,8 @@ class SecondaryTier(Protocol):
         Tickets are the caller's and never repeated. The keys are of one prefix, tail first; what is
         recorded first is evicted first. Keys that the tier knows to be recorded or being written
         are left out, in order. A `Placed` without keys needs no `commit`, every other one does.
+        The use is that of all chunks that go down together; of those that are asked for again, or
+        because they leave memory, it is unknown.
         """
 
     def commit(self, ticket: int, failed: Collection[int] = ()) -> None:

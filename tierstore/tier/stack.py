@@ -178,6 +178,8 @@ class TierStack:
             new = self._locator.indices_of_new(keys)
             chosen, indices = list(new), list(new.values())
             tail_first = chosen[::-1]
+            if indices and use is not UNKNOWN_USE:
+                use = use.at_depth(use.depth + indices[0])
         reserved = self._intake.reserve(group_idx, tail_first, use)
         while reserved is None and chosen:
             chosen = chosen[: len(chosen) // 2]

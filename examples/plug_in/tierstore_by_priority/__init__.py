@@ -1,1 +1,1 @@
-"""A tierstore plug-in: what urgent requests use stays longest in memory."""
+"""A tierstore plug-in: what urgent requests use stays in memory, and goes to disk."""

@@ -7,12 +7,16 @@ import subprocess
 import sys
 
 import pytest
+from opened_stack import keys as chunks
+from opened_stack import opened
 from source_tree import ROOT
 
 from tierstore.config import PrimaryConfig
+from tierstore.config.plug_ins import PlugInGroup, load_plug_in
 from tierstore.layout import PAGE_BYTES
 from tierstore.policy import make_policy
 from tierstore.policy.use import UseContext
+from tierstore.testing.admission_conformance import AdmissionConformance
 from tierstore.testing.policy_conformance import PolicyConformance, keys_of
 from tierstore.tier.memory.primary import PrimaryTier
 
@@ -26,9 +30,24 @@ manifest = Manifest.simple("m", chunk_bytes=4096)
 keys = manifest.keys([n.to_bytes(32, "big") for n in range(1, 13)])
 with TierStore.open(sys.argv[1], manifest) as store:
     for key in keys:
-        assert store.put([key], np.ones((1, 4096), np.uint8)) == 1
+        assert store.put([key], np.ones((1, 4096), np.uint8)) == [True]
     print([bool(store.match_prefix([key]).chunk_count) for key in keys].count(True))
     print(store.match_prefix(keys).chunk_count)
+    assert store.check() == []
+"""
+LATER = """
+import sys
+import numpy as np
+from tierstore import Manifest, TierStore
+
+manifest = Manifest.simple("m", chunk_bytes=4096)
+keys = manifest.keys([n.to_bytes(32, "big") for n in range(1, 5)])
+with TierStore.open(sys.argv[1], manifest) as store:
+    assert all(store.put(keys, np.ones((4, 4096), np.uint8)))
+    store.flush()
+with TierStore.open(sys.argv[1], manifest) as store:
+    out = np.zeros((4, 4096), np.uint8)
+    print(store.get(keys, out).count(True), out.sum() // 4096)
     assert store.check() == []
 """
 
@@ -72,10 +91,32 @@ def test_what_urgent_requests_use_stays_longest():
     assert tier.coldest(6) == [*idle[1:], *normal, *urgent, *idle[:1]]
 
 
-def run(config, target):
+@pytest.mark.usefixtures("installed")
+class TestUrgentOnly(AdmissionConformance):
+    def make(self):
+        # Not by `make_admission`: what that checks would hide what this one does wrong.
+        return load_plug_in(PlugInGroup.ADMISSIONS, "urgent_only")()
+
+
+@pytest.mark.usefixtures("installed")
+def test_only_what_urgent_requests_use_goes_down(tmp_path):
+    urgent, idle = UseContext.of("a", priority=-5), UseContext.of("b", priority=7)
+    disk = {"cascade": "urgent_only", "cascade_options": {"priority_max": -1}}
+    with opened(tmp_path, disk) as tiers:
+        assert tiers.stack.needs_use
+        for numbers, use in (((1, 2), urgent), ((3, 4), idle)):
+            tiers.stack.finish_offload(tiers.stack.reserve_offload(0, chunks(*numbers), use=use))
+        tiers.stack.touch(chunks(4))
+        tiers.stack.touch(chunks(4), use=idle)
+        assert tiers.recorded(0, 1, 2, 3, 4) == [1, 2]
+        tiers.stack.touch(chunks(3), use=urgent)
+        assert tiers.recorded(0, 1, 2, 3, 4) == [1, 2, 3]
+
+
+def run(config, target, program=PROGRAM):
     paths = os.pathsep.join([str(ROOT), str(target)])
     return subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(config)],
+        [sys.executable, "-c", program, str(config)],
         env={**os.environ, "PYTHONPATH": paths},
         cwd=config.parent,
         capture_output=True,
@@ -95,6 +136,37 @@ def test_a_store_uses_the_policy_that_its_file_names(target, tmp_path, options, 
     result = run(config, target)
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == ["8", str(first_kept)]
+
+
+def write_tier(tmp_path, **keys):
+    options = "".join(f", {name}: {value}" for name, value in keys.items())
+    config = tmp_path / "store.yaml"
+    config.write_text(
+        "primary: {capacity: 32KiB}\n"
+        f"secondary: [{{name: d, path: {tmp_path}/d, backend: file, capacity: 16MiB{options}}}]\n"
+    )
+    return config
+
+
+@pytest.mark.parametrize(
+    ("options", "recorded"),
+    [({}, "4 4"), ({"cascade_options": "{priority_max: -1}"}, "0 0")],
+)
+def test_a_store_uses_the_admission_that_its_file_names(target, tmp_path, options, recorded):
+    """What `TierStore` stores is of no request that is known: it is as urgent as most are."""
+    result = run(write_tier(tmp_path, cascade="urgent_only", **options), target, LATER)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == recorded
+
+
+@pytest.mark.parametrize("options", ["{priority: 1}", "{priority_max: high}"])
+def test_options_that_the_admission_does_not_take_are_refused(target, tmp_path, options):
+    config = write_tier(tmp_path, cascade="urgent_only", cascade_options=options)
+    result = run(config, target, LATER)
+    assert result.returncode == 1
+    assert "ConfigError: secondary[].cascade: 'urgent_only': the plug-in makes no admission" in (
+        result.stderr
+    )
 
 
 def test_where_it_is_not_installed_the_file_is_refused_by_its_key(tmp_path):
@@ -120,7 +192,7 @@ def test_options_that_it_does_not_take_are_refused_by_their_key(target, tmp_path
 def test_the_readme_names_what_the_package_has():
     text = (EXAMPLE / "README.md").read_text()
     assert len(text.splitlines()) <= 20
-    names = re.findall(r"eviction: (\w+)", text)
+    names = re.findall(r"(?:eviction|cascade): (\w+)", text)
     project = (EXAMPLE / "pyproject.toml").read_text()
-    assert names
+    assert len(names) == 2
     assert all(f"\n{name} = " in project for name in names)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from tierstore.key import OffloadKey, get_offload_group_idx
 from tierstore.layout import GroupSpec
 from tierstore.metrics import Counters, Metric
+from tierstore.policy.use import UNKNOWN_USE, UseContext
 from tierstore.tier.admission.protocol import Admission
 from tierstore.tier.health.tier_health import TierHealth, worst_reason
 from tierstore.tier.memory.primary import PrimaryTier
@@ -83,7 +84,9 @@ class Demotes:
         is_sound = self._health.is_writable and not self._health.is_write_doubted
         return not is_sound and bool(self._failed or self._releases.is_due)
 
-    def request(self, group_idx: int, keys: Sequence[OffloadKey]) -> int:
+    def request(
+        self, group_idx: int, keys: Sequence[OffloadKey], use: UseContext = UNKNOWN_USE
+    ) -> int:
         """Ask the tier to record chunks; return how many found no room in the queue."""
         limit = self._health.write_count_max()
         if limit < len(keys):
@@ -101,15 +104,15 @@ class Demotes:
                 self._trial_ticket = self.queue.newest_ticket + 1
             self._failed.drop(keys)
             self._admission.on_admitted(keys)
-            self.queue.add(group_idx, keys)
+            self.queue.add(group_idx, keys, use)
         return len(unqueued)
 
-    def request_groups(self, keys: Sequence[OffloadKey]) -> int:
+    def request_groups(self, keys: Sequence[OffloadKey], use: UseContext = UNKNOWN_USE) -> int:
         """Ask for chunks of any groups; return how many found no room in the queue."""
         by_group: defaultdict[int, list[OffloadKey]] = defaultdict(list)
         for key in keys:
             by_group[get_offload_group_idx(key)].append(key)
-        return sum(self.request(group_idx, part) for group_idx, part in by_group.items())
+        return sum(self.request(group_idx, part, use) for group_idx, part in by_group.items())
 
     def begin_retry(self) -> None:
         """Ask again, as room comes (`commands`), for chunks in memory whose demote failed.

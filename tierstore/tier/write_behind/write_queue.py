@@ -17,6 +17,7 @@ import numpy as np
 
 from tierstore.key import OffloadKey
 from tierstore.layout import GroupSpec
+from tierstore.policy.use import UNKNOWN_USE, UseContext
 from tierstore.tier.memory.primary import PrimaryTier
 from tierstore.tier.secondary import SecondaryTier
 from tierstore.tier_events import Placed
@@ -124,7 +125,9 @@ class WriteQueue:
         """How much more may be added."""
         return self._bytes_max - self._queued_bytes
 
-    def add(self, group_idx: int, keys: Sequence[OffloadKey]) -> None:
+    def add(
+        self, group_idx: int, keys: Sequence[OffloadKey], use: UseContext = UNKNOWN_USE
+    ) -> None:
         """Pin resident chunks of one group, head first, and ask the catalog for their places.
 
         The tail is asked for first: what is recorded first is evicted first.
@@ -138,7 +141,7 @@ class WriteQueue:
             part = tuple(keys[max(0, stop - per_ticket) : stop])
             self.newest_ticket += 1
             self._waiting[self.newest_ticket] = WaitingDemote(group_idx, part)
-            self._secondary.request_places(self.newest_ticket, part, chunk_bytes)
+            self._secondary.request_places(self.newest_ticket, part, chunk_bytes, use)
 
     def end_cancelled_ticket(self, ticket: int) -> bool:
         """Return whether the catalog has answered a ticket that was cancelled, once."""
