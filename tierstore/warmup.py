@@ -159,7 +159,7 @@ def _require_unicode(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:  # half of a pair, which JSON can say and no tokenizer reads
-        raise PromptError(f"no valid Unicode: {quoted(text)}") from None
+        raise PromptError(f"not valid Unicode: {quoted(text)}") from None
 
 
 def _parse_token_ids(value: object) -> Prompt:

@@ -78,8 +78,8 @@ def test_a_bad_line_is_named_by_file_and_number(tmp_path: Path, line: str, expec
         (json.dumps(dict.fromkeys(map(str, range(10_000)))), "(10,000 items)"),
         (json.dumps({"text": ["x" * 1_000_000]}), "expected a string"),
         ('{"token_ids": [' + "9" * 5_000 + "]}", "not JSON: "),
-        ('{"text": "\\ud800"}', "no valid Unicode"),
-        ('{"messages": [{"role": "user", "content": "\\udc00"}]}', "no valid Unicode"),
+        ('{"text": "\\ud800"}', "not valid Unicode"),
+        ('{"messages": [{"role": "user", "content": "\\udc00"}]}', "not valid Unicode"),
     ],
     ids=lambda text: text[:20],
 )

@@ -1,4 +1,4 @@
-"""A YAML document, checked against its sections; what is wrong with it, in words.
+"""Checks a YAML document against its sections, and describes what is wrong with it.
 
 `loader` imports this lazily, with pydantic, so that `import tierstore` stays quick.
 """
@@ -28,7 +28,7 @@ from tierstore.quoting import named, quoted
 __all__ = ["json_schema", "parse_document"]
 
 _WORD_CHARS_MAX = 60
-"""Of an unknown key, to find the nearest valid one; that takes time by the square."""
+"""Characters of an unknown key that are compared with valid ones; the cost is quadratic."""
 
 
 def json_schema() -> dict[str, object]:
@@ -40,10 +40,10 @@ def json_schema() -> dict[str, object]:
 def parse_document(raw: object, *, is_python: bool) -> Document:
     """Check the keys of a document and the form of their values.
 
-    `is_python`: a program made it, so that a bare number is one of bytes or seconds.
+    `is_python`: the document comes from a program, so a bare number means bytes or seconds.
 
     Raises:
-        ConfigError: one line per wrong key, and the number of those that are not named.
+        ConfigError: one line per wrong key, and the number of those that are not listed.
     """
     if not isinstance(raw, Mapping):
         raise ConfigError(f"expected a mapping with 'primary', got {type(raw).__name__}")
@@ -51,11 +51,11 @@ def parse_document(raw: object, *, is_python: bool) -> Document:
         return Document.model_validate(plain_document(raw), context=is_python)
     except ValidationError as error:
         details = error.errors(include_url=False)
-    except (ValueError, OverflowError) as error:  # what the library itself stumbles over
+    except (ValueError, OverflowError) as error:  # the library itself failed on a value
         raise ConfigError(f"the mapping cannot be read: {named(error)}") from None
     shown = [_describe(detail) for detail in details[:PROBLEM_COUNT_MAX]]
-    # Not chained: the library's own text quotes every wrong value, however large. What a plug-in
-    # raised when it was imported is, with the place where it went wrong.
+    # Chained only to an exception from a plug-in's import, which shows where it was raised. The
+    # library's own error is left out: its text quotes every wrong value, however large.
     raise problems_of(shown, len(details)) from _first_cause(details)
 
 

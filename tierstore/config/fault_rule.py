@@ -1,4 +1,4 @@
-"""One rule of a fault: which calls to a tier's device, when, and what happens to them."""
+"""One rule of fault injection: which calls to a tier's device fail, when, and how."""
 
 import errno
 from dataclasses import dataclass
@@ -13,19 +13,19 @@ FaultKind = Literal[
 """What happens to a call:
 
 `error`: it fails with `error` and changes nothing. `memory`: it raises `MemoryError`.
-`short`: it moves fewer bytes than it was asked for. `torn`: it does a part, then fails with
-`error`. `flip`: one bit of the bytes that it moves is wrong. `zero`: a sector of them is zeros.
-`lose`: it does nothing and reports success. `latency`: it takes longer. `hang`: it ends when the
-fault does. `kill`: the process dies by SIGKILL; `exit`: by `os._exit`.
+`short`: it transfers fewer bytes than requested. `torn`: it transfers a part, then fails with
+`error`. `flip`: one bit of the data is flipped. `zero`: a sector of the data is zeroed.
+`lose`: it does nothing and reports success. `latency`: it takes longer. `hang`: it blocks until
+the fault ends. `kill`: the process ends by SIGKILL; `exit`: by `os._exit`.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultRule:
-    """Which calls to a tier's device go wrong, and how. The same seed, the same faults.
+    """Which calls to a tier's device fail, and how. The same seed gives the same faults.
 
-    Calls that match are counted from 1; the rule strikes at number `nth` and at every `every`-th
-    one from there on, each time with `probability`, and not more than `times`.
+    Calls that match are counted from 1. The rule hits call `nth` and every `every`-th one after
+    it, each with `probability`, and at most `times` times.
     """
 
     kind: FaultKind
@@ -34,17 +34,17 @@ class FaultRule:
     calls: tuple[str, ...] = ("*",)
     """Names of calls, as patterns: `preadv`, `pwritev`, `database.commit`, `backend.read`."""
     files: str = "*"
-    """A pattern of paths below that of the tier: `rank0/*.seg`, `catalog`, `rank0/payload`."""
+    """A pattern of paths, relative to the tier's: `rank0/*.seg`, `catalog`, `rank0/payload`."""
     nth: int = 1
     every: int = 1
     times: int | None = None
-    """None: until it is healed."""
+    """None: until the fault is healed."""
     probability: float = 1.0
     latency_seconds: float = 0.1
     at_bytes: int | None = None
-    """Where in the bytes of the call: how many a part has, or which one is wrong; None: by seed."""
+    """How many bytes a part has, or which byte is corrupted; None: chosen by `seed`."""
     switch: Path | None = None
-    """The rule holds only while there is such a file."""
+    """The rule is active only while this file exists."""
     seed: int = 0
 
     def __post_init__(self) -> None:

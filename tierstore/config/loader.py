@@ -1,4 +1,4 @@
-"""From a YAML file or a mapping to `StoreConfig`, or to a `ConfigError` that says what to write."""
+"""Turns a YAML file or a mapping into a `StoreConfig`, or raises a `ConfigError` with a remedy."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ __all__ = ["check_config", "emit_json_schema", "load_config", "to_mapping"]
 _SECONDARY_CAPACITY_BYTES_MIN = 8 << 20
 """A smaller tier would hold little more than its catalog."""
 _RESERVED_TIER_NAME = "primary"
-"""What logs and metrics call the tier in host memory."""
+"""The name of the tier in host memory, in logs and metrics."""
 _PATH_CHARS_MAX = 1_000
 _GROUPS = {
     "eviction": PlugInGroup.POLICIES,
@@ -36,10 +36,10 @@ _GROUPS = {
 
 
 def load_config(source: str | os.PathLike[str] | Mapping[str, object]) -> StoreConfig:
-    """Read a YAML file, or a mapping with the same keys, and check every word of it.
+    """Read a YAML file, or a mapping with the same keys, and check all of it.
 
-    A relative path of a tier is relative to the folder of the YAML file; of a mapping, to the
-    current folder. Creates nothing and opens nothing but the YAML file.
+    A relative path is relative to the folder of the YAML file; in a mapping, to the current folder.
+    Creates no file, and opens only the YAML file.
 
     Raises:
         ConfigError: names every wrong key by its path (`secondary[0].io.mod`), says what is wrong
@@ -67,7 +67,7 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, object]) -> StoreC
 
 
 def check_config(config: StoreConfig) -> StoreConfig:
-    """Return a configuration that a program has put together, as `load_config` would read it.
+    """Check a configuration that a program has built, and return it as `load_config` reads it.
 
     Raises:
         ConfigError: as `load_config`.
@@ -96,7 +96,7 @@ def to_mapping(config: StoreConfig) -> dict[str, Any]:
 
 
 def _keys_of(record: Any) -> dict[str, Any]:
-    """Return the keys of a section's fields, but for those whose default is None and that are."""
+    """Return the keys of a section's fields, without those that are None by default and None."""
     values = [(field, getattr(record, field.name)) for field in dataclasses.fields(record)]
     return dict(
         _key_of(field.name, value)
@@ -110,7 +110,7 @@ def _key_of(name: str, value: Any) -> tuple[str, Any]:
         return name, _keys_of(value)
     if isinstance(value, tuple | list):
         return name, [_key_of("", item)[1] for item in value]
-    # What is no number is left as it is, for `load_config` to refuse.
+    # A value that is not a number is left unchanged, for `load_config` to refuse.
     if name.endswith("_bytes"):
         return name.removesuffix("_bytes"), f"{value}B" if type(value) is int else value
     if name.endswith("_seconds"):
@@ -145,8 +145,8 @@ def _require_whole_paths(document: "Document") -> None:
         if not Path(tier.path).expanduser().is_absolute():
             raise problem_at(
                 ("secondary", tier_idx, "path"),
-                f"{quoted(tier.path)} is relative, and the current folder was removed; give a "
-                "whole path",
+                f"{quoted(tier.path)} is relative, and the current folder was removed; give an "
+                "absolute path",
             )
 
 
@@ -174,11 +174,14 @@ def _impossible_keys(document: "Document") -> Iterator[str]:
 
 
 def _idle_options(where: str, section: object, keys: Sequence[str]) -> Iterator[str]:
-    """Options are for plug-ins: a built-in part would silently ignore them."""
+    """Yield options that are given to a built-in part, which would silently ignore them."""
     for key in keys:
         name = getattr(section, key)
         if getattr(section, f"{key}_options") and not _is_plug_in(key, name):
-            yield f"{where}.{key}_options: {key} {name!r} is built in and has none; remove the key"
+            yield (
+                f"{where}.{key}_options: {key} {name!r} is built in and takes no options; "
+                "remove the key"
+            )
 
 
 def _is_plug_in(key: str, name: str) -> bool:
@@ -210,7 +213,7 @@ def _impossible_tiers(tiers: Sequence[SecondaryConfig]) -> Iterator[str]:
 
 
 def _real_paths(tiers: Sequence[SecondaryConfig]) -> dict[Path, Path]:
-    """Follow links where anything is compared: a device may hang, which one tier alone may do."""
+    """Resolve links if there are paths to compare. A single tier needs no access to its device."""
     keys = [tier.integrity.key_file for tier in tiers if tier.integrity is not None]
     if len(tiers) + len(keys) < 2:  # noqa: PLR2004 - a pair
         return {}
@@ -221,7 +224,7 @@ def _real_paths(tiers: Sequence[SecondaryConfig]) -> dict[Path, Path]:
 def _exposed_keys(
     where: str, file: Path, tier_paths: Sequence[Path], real: Mapping[Path, Path]
 ) -> Iterator[str]:
-    """A key below a tier's path is known to those whom it is to keep out."""
+    """Yield key files below a tier's path, where those who can write to the tier can read them."""
     names = {real[file], real[file.parent] / file.name}
     for tier_idx, path in enumerate(tier_paths):
         if any(name.is_relative_to(path) for name in names):

@@ -41,42 +41,42 @@ class PrimaryConfig:
     eviction_options: Mapping[str, object] = field(default_factory=dict, hash=False)
     """Keyword arguments for a plug-in."""
     pinned: Literal["auto", "never"] = "auto"
-    """`auto` pins the pool where CUDA is there, with a warning where pinning is refused."""
+    """`auto` pins the pool if CUDA is available, and warns if pinning is refused."""
     huge_pages: bool = True
     """Ask the kernel for transparent huge pages (a hint, never an error)."""
     hugetlb: bool = False
-    """Take reserved huge pages (`vm.nr_hugepages`); a warning where there are too few."""
+    """Use reserved huge pages (`vm.nr_hugepages`); warn if too few are free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakerConfig:
-    """When a tier that fails is put out of use, and when it is tried again."""
+    """When a failing tier is put out of use, and when it is tried again."""
 
     failures: int = 5
-    """Operations in a row that fail until then; a hang is enough alone."""
+    """Consecutive failed operations that put the tier out of use; one hang also does."""
     retry_after_seconds: float = 5.0
     """The first pause; it doubles with each trial that fails."""
     retry_after_max_seconds: float = 60.0
     hung_share: float = 0.25
-    """The share of the primary tier that reads of the tier may hold while they hang."""
+    """The share of the primary tier that hung reads of this tier may hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IoConfig:
-    """How one secondary tier talks to its device."""
+    """How one secondary tier uses its device."""
 
     mode: IoMode = "direct"
-    """Of the file backend; `direct` falls back to `buffered` where O_DIRECT is refused."""
+    """For the file backend; `direct` falls back to `buffered` where O_DIRECT is refused."""
     threads: int = 8
     deadline_seconds: float = 2.0
-    """A load that takes longer fails and is recomputed."""
+    """A read without progress for so long fails; its chunks are loaded elsewhere or recomputed."""
     write_queue_bytes: int = 256 << 20
     """Write-behind limit: demotes beyond it are dropped and counted."""
     durable: bool = False
     """Also flush payload to the device before a record becomes visible."""
     breaker: BreakerConfig = field(default_factory=BreakerConfig)
     faults: tuple[FaultRule, ...] = ()
-    """For game days: what goes wrong on purpose; refused unless the environment allows it."""
+    """Fault injection for game days; refused unless the environment allows it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +84,9 @@ class IntegrityConfig:
     """How the records of one secondary tier are authenticated, and encrypted."""
 
     key_file: Path
-    """See `key_file.read_key_file`; the keys themselves are no part of a configuration."""
+    """See `key_file.read_key_file`; a configuration never contains the keys themselves."""
     encrypt: bool = False
-    """Encrypt payload, too: block hashes and the catalog stay readable."""
+    """Also encrypt payload; block hashes and the catalog stay readable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ class SecondaryConfig:
     tier: str = "disk"
     """`disk`, or a plug-in: the half that knows which records there are."""
     backend: str
-    """`file`, `lmdb`, or a plug-in; on disk, its records are placed and accounted as in `file`."""
+    """`file`, `lmdb`, or a plug-in; on disk, its records are placed and counted as those of `file`."""
     path: Path
     """The tier's directory; a plug-in tier is told it, and it is left to the plug-in."""
     capacity_bytes: int
@@ -110,7 +110,7 @@ class SecondaryConfig:
     eviction: Literal["lru"] = "lru"
     io: IoConfig = field(default_factory=IoConfig)
     integrity: IntegrityConfig | None = None
-    """None: records have checksums, which find accidents only."""
+    """None: records have checksums, which detect accidents only."""
     backend_options: Mapping[str, object] = field(default_factory=dict, hash=False)
     """Keyword arguments for a plug-in."""
     cascade_options: Mapping[str, object] = field(default_factory=dict, hash=False)
@@ -129,13 +129,13 @@ class GpuConfig:
     """How chunks travel between GPU and host memory; None: measured at start."""
 
     kernel_below_bytes: int | None = None
-    """Smaller runs are gathered by a kernel; 0: none are."""
+    """Smaller runs are gathered by a kernel; 0 turns it off."""
     kernel_runs: int | None = None
-    """Fewer small runs than this are not worth a kernel."""
+    """The least number of small runs for which the kernel is launched."""
     pitched_from_bytes: int | None = None
     """Equally spaced rows of at least this size become one 2-D copy."""
     kernel_sms: int = 4
-    """Multiprocessors that the kernel occupies at most."""
+    """The most multiprocessors of the GPU that the kernel may occupy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,11 +144,11 @@ class OffloadConfig:
 
     blocks_per_chunk: int = 1
     decode: bool = True
-    """Offload blocks that generated tokens filled, not only those of the prompt."""
+    """Also offload blocks filled by generated tokens, not only those of the prompt."""
     on_reset: OnReset = "forget"
-    """`forget` everything, on disk too; `keep_disk` is for weights that never change."""
+    """`forget` everything, also on disk; `keep_disk` is for weights that never change."""
     events: bool = False
-    """Publish what comes to the tiers and leaves them as the engine's KV cache events."""
+    """Publish stored and removed blocks of all tiers as the engine's KV cache events."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +158,6 @@ class StoreConfig:
     version: Literal[1] = 1
     primary: PrimaryConfig
     secondary: tuple[SecondaryConfig, ...] = ()
-    """In the order in which they are asked."""
+    """In the order in which they are asked for a chunk."""
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     gpu: GpuConfig = field(default_factory=GpuConfig)

@@ -1,7 +1,7 @@
-"""From whatever a program gives as a configuration to plain data: the words of YAML, and paths.
+"""Converts a mapping that a program passes as a configuration to plain data.
 
-What comes out are dict, list, str, int, float, bool, None, bytes and `pathlib` paths of their own
-classes: nothing in it runs foreign code, goes round in circles, or is large.
+The result consists of dict, list, str, int, float, bool, None, bytes and `pathlib` paths, all of
+exactly these classes: nothing in it runs the caller's code, contains itself, or is large.
 """
 
 import operator
@@ -18,9 +18,9 @@ from tierstore.quoting import escaped, named, quoted
 __all__ = ["DEPTH_MAX", "NODE_COUNT_MAX", "plain_document"]
 
 DEPTH_MAX = 16
-"""Mappings and lists within each other; a document has five."""
+"""Nested mappings and lists; a document needs five levels."""
 NODE_COUNT_MAX = 10_000
-"""Keys and values of a document; one with all keys and eight tiers has some hundred."""
+"""Keys and values of a document; one with all keys and eight tiers has a few hundred."""
 
 _INT_MAX = 1 << 63
 
@@ -29,8 +29,8 @@ def plain_document(source: Mapping[object, object]) -> dict[str, object]:
     """Return a copy of `source` that is plain data.
 
     Raises:
-        ConfigError: a key is no text, a value is nothing that YAML could say, or there is too much
-            of it; or `source` itself raised.
+        ConfigError: a key is not text, a value has a type that YAML cannot express, the document
+            is too large, or `source` itself raised.
     """
     try:
         return _Reader().mapping(source, ())
@@ -41,7 +41,7 @@ def plain_document(source: Mapping[object, object]) -> dict[str, object]:
 
 
 class _Reader:
-    """Counts what it has read of one document."""
+    """Copies one document, and counts its nodes."""
 
     def __init__(self) -> None:
         self._node_count = 0
@@ -51,7 +51,7 @@ class _Reader:
         for key in self._limited(source, where):
             if not issubclass(type(key), str):
                 kind = type(key).__name__
-                raise problem_at(where, f"the key {quoted(key)} is no text but {escaped(kind)}")
+                raise problem_at(where, f"the key {quoted(key)} must be text, not {escaped(kind)}")
             name = _text(key, where)
             plain[name] = self._value(source[key], (*where, name))
         return plain
@@ -59,7 +59,7 @@ class _Reader:
     def _limited(self, source: Iterable[object], where: Location) -> Iterator[object]:
         if len(where) >= DEPTH_MAX:
             raise problem_at(
-                where[:3], f"more than {DEPTH_MAX} mappings and lists lie within each other"
+                where[:3], f"mappings and lists are nested more than {DEPTH_MAX} levels deep"
             )
         for item in source:
             self._node_count += 1
@@ -94,7 +94,7 @@ def _text(value: Any, where: Location) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise problem_at(where, f"{quoted(text)} is no valid Unicode") from error
+        raise problem_at(where, f"{quoted(text)} is not valid Unicode") from error
     return text
 
 
@@ -109,5 +109,5 @@ def _integer(value: Any, where: Location) -> int:
     number = operator.index(value)  # numpy's integers, too
     if not -_INT_MAX <= number < _INT_MAX:
         # Not quoted: it may be a key in the place of its file.
-        raise problem_at(where, "expected something else, not a number that is far too large")
+        raise problem_at(where, "the number is out of range")
     return int(number)

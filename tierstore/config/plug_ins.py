@@ -1,13 +1,13 @@
-"""Parts that other packages bring along: found by the entry points of what is installed.
+"""Parts that other packages provide, found by the entry points of installed packages.
 
-A package names its part in `pyproject.toml`, a configuration names it where it names a built-in:
+A package declares its part in `pyproject.toml`. A configuration names it like a built-in part:
 
     [project.entry-points."tierstore.policies"]
     by_priority = "my_package.policy:PriorityPolicy"
 
     primary: {capacity: 20GiB, eviction: by_priority}
 
-A built-in name always wins, so that no package can change what an existing file means.
+A built-in name always wins, so that no package can change the meaning of an existing file.
 """
 
 import difflib
@@ -64,13 +64,13 @@ _KEYS = {
 
 
 def load_plug_in(group: str, name: str) -> Callable[..., object]:
-    """Return what the entry point `name` of `group` names; it is imported once per process.
+    """Return the object of the entry point `name` of `group`; it is imported once per process.
 
-    `group` is a value of `PlugInGroup`; built-in names are the caller's to know.
+    `group` is a value of `PlugInGroup`. The caller handles built-in names.
 
     Raises:
         ConfigError: no installed package has it, several have, or it cannot be imported. The
-            message names the key, the value, what there is, and the remedy.
+            message names the key, the value, the names that exist, and the remedy.
     """
     kind = PlugInGroup(group)
     try:
@@ -80,7 +80,7 @@ def load_plug_in(group: str, name: str) -> Callable[..., object]:
 
 
 def find_plug_in(group: PlugInGroup, name: object) -> Callable[..., object]:
-    """Do as `load_plug_in` for a caller that knows the key itself.
+    """Do as `load_plug_in`, for a caller that adds the key to the message itself.
 
     Raises:
         ValueError: as `load_plug_in`, without the key.
@@ -91,10 +91,10 @@ def find_plug_in(group: PlugInGroup, name: object) -> Callable[..., object]:
 
 
 def require_members(made: object, protocol: type, what: str) -> None:
-    """Refuse what a plug-in has made if it lacks a member of its protocol.
+    """Refuse an object from a plug-in that lacks a member of its protocol.
 
     Raises:
-        ConfigError: names what it lacks; `what` names key and plug-in.
+        ConfigError: names the missing members; `what` names key and plug-in.
     """
     members = {*vars(protocol), *getattr(protocol, "__annotations__", {})}
     public = (name for name in members if not name.startswith("_") or name == "__len__")
@@ -102,28 +102,28 @@ def require_members(made: object, protocol: type, what: str) -> None:
     if lacking:
         raise ConfigError(
             f"{what}: the plug-in made {quoted(made)}, which has no {', '.join(lacking)}; "
-            f"it has to do what {protocol.__module__}.{protocol.__name__} says"
+            f"it must implement {protocol.__module__}.{protocol.__name__}"
         )
 
 
 @lru_cache(maxsize=_LOADED_MAX)
 def _load(group: PlugInGroup, name: str) -> Callable[..., object]:
-    # Only who names a plug-in waits for the metadata of all installed packages to be read.
+    # Lazy, since it reads the metadata of all installed packages.
     from importlib.metadata import entry_points
 
     try:
         installed = list(entry_points(group=group))
     except Exception as error:
         raise ValueError(
-            f"the entry points of {group} cannot be read: {named(error)}; mend or remove the "
-            "package that has them"
+            f"the entry points of {group} cannot be read: {named(error)}; fix or remove the "
+            "package that declares them"
         ) from error
     found = {point.value: point for point in installed if point.name == name}
     if not found:
         raise ValueError(_unknown(group, name, (point.name for point in installed)))
     if len(found) > 1:
         raise ValueError(
-            f"{quoted(name)} is named by several installed packages ({', '.join(sorted(found))}); "
+            f"several installed packages define {quoted(name)} ({', '.join(sorted(found))}); "
             "remove all but one"
         )
     [(value, point)] = found.items()
@@ -132,14 +132,14 @@ def _load(group: PlugInGroup, name: str) -> Callable[..., object]:
     except (Exception, SystemExit) as error:
         raise ValueError(
             f"the plug-in {quoted(name)} ({quoted(value)}) cannot be imported: {named(error)}; "
-            "mend or remove its package"
+            "fix or remove its package"
         ) from error
     if not callable(loaded):
         raise ValueError(  # noqa: TRY004 - as above
-            f"the plug-in {quoted(name)} ({quoted(value)}) is no class or function, but "
-            f"{quoted(loaded)}; mend its package"
+            f"the plug-in {quoted(name)} ({quoted(value)}) must be a class or a function, not "
+            f"{quoted(loaded)}; fix its package"
         )
-    return loaded  # type: ignore[no-any-return] # `callable` tells that it is one
+    return loaded  # type: ignore[no-any-return] # `callable` has checked it
 
 
 def _unknown(group: PlugInGroup, name: object, installed: Iterable[str]) -> str:
@@ -153,7 +153,7 @@ def _unknown(group: PlugInGroup, name: object, installed: Iterable[str]) -> str:
     expected = _either(list(map(quoted, built_in)))
     there = ", ".join([*map(quoted, names[:_SHOWN_MAX]), *(["..."] if names[_SHOWN_MAX:] else [])])
     remedy = (
-        f"did you mean {quoted(nearest[0])}?" if nearest else "install the package that has it;"
+        f"did you mean {quoted(nearest[0])}?" if nearest else "install the package that defines it;"
     )
     return (
         f"expected {expected}, got {quoted(name)}; {remedy} plug-ins of {group} in this "

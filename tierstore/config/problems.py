@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, in words of bounded length."""
+"""Error messages about a configuration, of bounded length."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ Location = tuple[str | int, ...]
 
 
 def key_path(location: Location) -> str:
-    """Return the path of a key, such as `secondary[0].io.mode`, whatever the keys are."""
+    """Return the path of a key, such as `secondary[0].io.mode`; its parts are escaped."""
     parts = (
         f"[{part}]" if isinstance(part, int) else f".{escaped(part, _KEY_CHARS_MAX)}"
         for part in location
@@ -24,12 +24,12 @@ def key_path(location: Location) -> str:
 
 
 def problem_at(location: Location, what: str) -> ConfigError:
-    """Return the error that one key is wrong; the empty path stands for the whole document."""
+    """Return the error about one key; the empty path means the whole document."""
     return ConfigError(f"{key_path(location)}: {what}" if location else what)
 
 
 def problems_of(lines: Sequence[str], count: int) -> ConfigError:
-    """Return the error of `count` problems, of which the first stand in `lines`."""
+    """Return the error about `count` problems; `lines` holds the first of them."""
     shown = list(lines[:PROBLEM_COUNT_MAX])
     if count > len(shown):
         shown.append(f"and {count - len(shown):,} more")

@@ -1,4 +1,4 @@
-"""Where paths really lead, links followed; for a device that hangs, where they seem to."""
+"""Resolves links in paths, without waiting for a device that hangs."""
 
 import os
 from collections.abc import Sequence
@@ -10,13 +10,13 @@ from tierstore.io_pool import run_side_by_side
 __all__ = ["real_paths"]
 
 _SECONDS_MAX = 2.0
-"""A directory on a device that hangs is asked for so long."""
+"""How long to wait for a device that hangs."""
 
 
 def real_paths(paths: Sequence[Path]) -> list[Path]:
-    """Follow the links in paths, whatever exists of them; all are asked side by side.
+    """Resolve the links in paths, as far as the paths exist; all of them concurrently.
 
-    Of those whose device does not answer in time, only `.` and `..` are resolved.
+    In paths whose device does not answer in time, only `.` and `..` are resolved.
     """
     found: dict[Path, Path] = {}
 

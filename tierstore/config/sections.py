@@ -1,6 +1,6 @@
-"""The sections of a configuration as pydantic models: the keys that people write.
+"""The sections of a configuration as pydantic models, with the keys of the YAML file.
 
-Defaults repeat those of `model`; a test holds the two together.
+Defaults repeat those of `model`; a test compares the two.
 """
 
 import errno
@@ -50,7 +50,7 @@ __all__ = [
 
 
 def _integrity_mapping(raw: object) -> object:
-    """Refuse `integrity:` without keys, which would silently mean nothing; quote nothing."""
+    """Refuse an empty `integrity:`, which would silently have no effect. Quotes nothing."""
     if not isinstance(raw, Mapping | IntegritySection):
         raise ValueError("expected a mapping with key_file")  # noqa: TRY004 - as above
     return raw
@@ -75,15 +75,15 @@ class PrimarySection(_Section):
     capacity: PositiveSize = Field(le=64 << 40)
     """Host memory for chunks, per worker process; rounded down to whole slots."""
     eviction: PolicyName = "arc"
-    """Which chunk leaves first."""
+    """Which chunk is evicted first."""
     eviction_options: Options = Field(default={})
-    """What a plug-in that `eviction` names is given, by the names of its arguments."""
+    """Keyword arguments for the plug-in that `eviction` names."""
     pinned: Literal["auto", "never"] = "auto"
-    """`auto` pins the memory where CUDA is there; `never` leaves it pageable."""
+    """`auto` pins the memory if CUDA is available; `never` leaves it pageable."""
     huge_pages: bool = True
     """Ask the kernel for transparent huge pages (a hint, never an error)."""
     hugetlb: bool = False
-    """Take reserved huge pages (`vm.nr_hugepages`); a warning where there are too few."""
+    """Use reserved huge pages (`vm.nr_hugepages`); warn if too few are free."""
 
     def build(self) -> PrimaryConfig:
         """Return the section as the rest of tierstore sees it."""
@@ -98,20 +98,20 @@ class PrimarySection(_Section):
 
 
 class BreakerSection(_Section):
-    """When a tier that fails is put out of use, and when it is tried again."""
+    """When a failing tier is put out of use, and when it is tried again."""
 
     failures: int = Field(default=5, ge=1, le=1000)
-    """Operations in a row that fail until the tier is put out of use; a hang does so at once."""
+    """Consecutive failed operations that put the tier out of use; a hang does so at once."""
     retry_after: Duration = Field(
         default=5.0, ge=0.01, le=3600, json_schema_extra={"default": "5s"}
     )
-    """How long it stays so until a trial; twice as long after each trial that fails."""
+    """The first pause before a trial; it doubles with each failed trial."""
     retry_after_max: Duration = Field(
         default=60.0, ge=0.01, le=3600, json_schema_extra={"default": "60s"}
     )
-    """The longest such pause."""
+    """The longest pause."""
     hung_share: float = Field(default=0.25, gt=0, le=1)
-    """The share of `primary.capacity` that reads of this tier may hold while they hang."""
+    """The share of `primary.capacity` that hung reads of this tier may hold."""
 
     def build(self) -> BreakerConfig:
         """Return the section as the rest of tierstore sees it."""
@@ -124,32 +124,32 @@ class BreakerSection(_Section):
 
 
 class FaultSection(_Section):
-    """What goes wrong on purpose with calls to a tier's device; only for game days."""
+    """Injects faults into calls to a tier's device; only for game days."""
 
     kind: FaultKind
-    """What happens to a call that the rule strikes."""
+    """What happens to a call that the rule hits."""
     error: str = "EIO"
     """The name of the errno with which it fails."""
     calls: list[str] = Field(default=["*"], min_length=1, max_length=32)
     """Patterns of the names of calls."""
     files: str = "*"
-    """A pattern of the files that are meant, by their paths below that of the tier."""
+    """A pattern of file paths, relative to the tier's path."""
     nth: int = Field(default=1, ge=1)
-    """The first call that is struck, of those that match."""
+    """The first of the matching calls that the rule hits."""
     every: int = Field(default=1, ge=1)
-    """From there on, every n-th one is."""
+    """From call `nth` on, the rule hits every n-th call."""
     times: int | None = Field(default=None, ge=1)
-    """How often the rule strikes at most."""
+    """How often the rule hits at most."""
     probability: float = Field(default=1.0, gt=0, le=1)
-    """Of a strike, each time."""
+    """The probability of each hit."""
     latency: Duration = Field(default=0.1, ge=0, json_schema_extra={"default": "100ms"})
     """How much longer the call takes."""
     at: Size | None = None
-    """Where in the bytes of the call: how many a part has, or which one is wrong."""
+    """How many bytes are transferred, or which byte is corrupted."""
     switch: PathText | None = None
-    """The rule holds only while this file exists."""
+    """The rule is active only while this file exists."""
     seed: int = 0
-    """The same seed, the same faults."""
+    """The same seed gives the same faults."""
 
     def build(self, folder: Path) -> FaultRule:
         """Return the section as the rest of tierstore sees it."""
@@ -177,23 +177,23 @@ class FaultSection(_Section):
 
 
 class IoSection(_Section):
-    """How one secondary tier talks to its device."""
+    """How one secondary tier uses its device."""
 
     mode: Literal["direct", "buffered", "mmap"] = "direct"
-    """Of the file backend only; `direct` falls back to `buffered` where O_DIRECT is refused."""
+    """For the file backend; `direct` falls back to `buffered` where O_DIRECT is refused."""
     threads: int = Field(default=8, ge=1, le=64)
     """I/O threads per worker process."""
     deadline: Duration = Field(default=2.0, json_schema_extra={"default": "2s"})
-    """A load that takes longer fails and is recomputed; `1ms` to `60min`."""
+    """How long a read may make no progress before it fails; `1ms` to `60min`."""
     write_queue: PositiveSize = Field(
         default=256 << 20, le=WRITE_QUEUE_BYTES_MAX, json_schema_extra={"default": "256MiB"}
     )
-    """Write-behind limit: what would wait beyond it is dropped and counted."""
+    """Write-behind limit: chunks beyond it are not written, and are counted."""
     durable: bool = False
     """Also flush payload to the device before a record becomes visible."""
     breaker: BreakerSection = Field(default=BreakerSection(), json_schema_extra={"default": {}})
     faults: list[FaultSection] = Field(default=[], max_length=64)
-    """For game days: what goes wrong on purpose; refused unless the environment allows it."""
+    """Fault injection for game days; refused unless the environment allows it."""
 
     def build(self, folder: Path) -> IoConfig:
         """Return the section as the rest of tierstore sees it."""
@@ -209,12 +209,12 @@ class IoSection(_Section):
 
 
 class IntegritySection(_Section):
-    """Records of a secondary tier that only those who have the key can make, or read."""
+    """Authenticates the records of a secondary tier with a key, and can encrypt them."""
 
     key_file: KeyPathText = Field(min_length=1)
-    """A file with one key a line; `~` is expanded; relative to the folder of the YAML file."""
+    """A file with one key per line; `~` is expanded; relative to the folder of the YAML file."""
     encrypt: bool = False
-    """Encrypt the payload of new records, too; block hashes and the catalog stay readable."""
+    """Also encrypt the payload of new records; block hashes and the catalog stay readable."""
 
     def build(self, folder: Path) -> IntegrityConfig:
         """Return the section as the rest of tierstore sees it; `folder` bases a relative path."""
@@ -233,24 +233,24 @@ class SecondarySection(_Section):
     backend: BackendName
     """`file`: segment files, for large tiers; `lmdb`: one database file, for small ones."""
     path: PathText = Field(min_length=1)
-    """A directory of its own; `~` is expanded; relative to the folder of the YAML file."""
+    """A directory for this tier alone; `~` is expanded; relative to the YAML file's folder."""
     capacity: PositiveSize
     """Hard limit of all bytes below `path`: catalog, every rank and every engine included."""
     cascade: AdmissionName = "write_through"
     """When chunks are written: at once, when memory evicts them, or at their second use."""
     eviction: Literal["lru"] = "lru"
-    """Which record leaves first."""
+    """Which record is evicted first."""
     io: IoSection = Field(default=IoSection(), json_schema_extra={"default": {}})
     integrity: Annotated[IntegritySection | None, BeforeValidator(_integrity_mapping)] = Field(
         default=None, json_schema_extra=_leave_out_none
     )
     """Needs the extra `integrity`. Records that were made without the key are misses."""
     backend_options: Options = Field(default={})
-    """What a plug-in that `backend` names is given, by the names of its arguments."""
+    """Keyword arguments for the plug-in that `backend` names."""
     cascade_options: Options = Field(default={})
-    """What a plug-in that `cascade` names is given, by the names of its arguments."""
+    """Keyword arguments for the plug-in that `cascade` names."""
     tier_options: Options = Field(default={})
-    """What a plug-in that `tier` names is given, by the names of its arguments."""
+    """Keyword arguments for the plug-in that `tier` names."""
 
     def build(self, folder: Path) -> SecondaryConfig:
         """Return the section as the rest of tierstore sees it; `folder` bases a relative path."""
@@ -276,11 +276,11 @@ class OffloadSection(_Section):
     blocks_per_chunk: int = Field(default=1, ge=1, le=1024)
     """Consecutive blocks of the engine that are kept and evicted together."""
     decode: bool = True
-    """Offload blocks that generated tokens filled, not only those of the prompt."""
+    """Also offload blocks filled by generated tokens, not only those of the prompt."""
     on_reset: Literal["forget", "keep_disk"] = "forget"
-    """What a reset of the engine's cache leaves: nothing, or what is on disk."""
+    """What survives a reset of the engine's cache: nothing, or the records on disk."""
     events: bool = False
-    """Publish what comes to the tiers and leaves them as the engine's KV cache events."""
+    """Publish stored and removed blocks of all tiers as the engine's KV cache events."""
 
     def build(self) -> OffloadConfig:
         """Return the section as the rest of tierstore sees it."""
@@ -293,16 +293,16 @@ class OffloadSection(_Section):
 
 
 class GpuSection(_Section):
-    """How chunks travel between GPU and host memory; what is not given is measured at start."""
+    """How chunks travel between GPU and host memory; a missing value is measured at start."""
 
     kernel_below: Size | None = None
-    """Runs smaller than this are gathered by a kernel; `0B`: none are."""
+    """Runs smaller than this are gathered by a kernel; `0B` turns it off."""
     kernel_runs: int | None = Field(default=None, ge=1, le=1 << 20)
-    """Fewer small runs than this are not worth a kernel."""
+    """The least number of small runs for which the kernel is launched."""
     pitched_from: PositiveSize | None = None
     """Equally spaced rows of at least this size become one 2-D copy."""
     kernel_sms: int = Field(default=4, ge=1, le=64)
-    """Multiprocessors of the GPU that the kernel occupies at most."""
+    """The most multiprocessors of the GPU that the kernel may occupy."""
 
     def build(self) -> GpuConfig:
         """Return the section as the rest of tierstore sees it."""
@@ -321,7 +321,7 @@ class Document(_Section):
     """Version of this file format."""
     primary: PrimarySection
     secondary: list[SecondarySection] = Field(default=[], max_length=8)
-    """Tiers on disk, in the order in which they are asked."""
+    """Tiers on disk; the first one that has a chunk serves it."""
     offload: OffloadSection = Field(default=OffloadSection(), json_schema_extra={"default": {}})
     gpu: GpuSection = Field(default=GpuSection(), json_schema_extra={"default": {}})
 

@@ -1,4 +1,4 @@
-"""A text file that may be too large, or not be a regular file."""
+"""Reads a text file, and refuses one that is too large or not a regular file."""
 
 import os
 import stat
@@ -10,16 +10,16 @@ from tierstore.quoting import escaped
 __all__ = ["TEXT_BYTES_MAX", "read_text"]
 
 TEXT_BYTES_MAX = 1 << 18
-"""Of a configuration; one with all keys, eight tiers and a page of comments has some thousand."""
+"""A configuration with all keys, eight tiers and a page of comments has a few thousand."""
 
 
 def read_text(path: Path) -> str:
-    """Read a regular file of UTF-8; one with a byte order mark, too.
+    """Read a regular UTF-8 file, with or without a byte order mark.
 
     Never waits for a pipe or a device, and reads no more than a configuration can have.
 
     Raises:
-        ConfigError: says what is wrong with the file.
+        ConfigError: the file cannot be used; the message says why.
     """
     try:
         # Without O_NONBLOCK, a pipe would block until something is written to it.

@@ -1,4 +1,4 @@
-"""Sizes and durations: a number and its unit as people write them, or a bare number of a program.
+"""Sizes and durations: a number with a unit or, from a program, a bare number.
 
 In a YAML file a bare number is refused: 20 may mean bytes or GiB. In Python it is an
 int of bytes, or a number of seconds.
@@ -39,7 +39,7 @@ _SECONDS_MIN, _SECONDS_MAX = 0.001, 3600.0
 
 @dataclass(frozen=True, slots=True)
 class _Quantity:
-    """What an error says of a value that is not such a quantity."""
+    """The words of an error message about a value that is not such a quantity."""
 
     expected: str
     of_program: str
@@ -60,13 +60,13 @@ _DURATION = _Quantity("a duration such as '2s'", "a number of seconds", "s", "s"
 
 
 def parse_size(raw: object, *, is_python: bool = False) -> int:
-    """Return the bytes that `raw` means, rounded down: `20GiB`, `512 MiB`, `1.5GB`, `4096B`.
+    """Return the number of bytes, rounded down, of `20GiB`, `512 MiB`, `1.5GB` or `4096B`.
 
-    Of a program (`is_python`), an int of bytes, too.
+    With `is_python`, an int of bytes is accepted, too.
 
     Raises:
-        ValueError: the unit is missing or unknown, or no device is as large; the message says what
-            to write.
+        ValueError: the unit is missing or unknown, or the size is larger than any device; the
+            message says what to write.
     """
     size: Decimal | int
     if is_python and type(raw) is int:
@@ -84,7 +84,7 @@ def parse_size(raw: object, *, is_python: bool = False) -> int:
 
 
 def parse_duration(raw: object, *, is_python: bool = False) -> float:
-    """Return the seconds that `raw` means: `2s`, `500ms`, `1.5 min`; of a program, a number, too.
+    """Return the seconds of `2s`, `500ms` or `1.5 min`; with `is_python`, also of a number.
 
     Raises:
         ValueError: the unit is missing or unknown, or the duration is shorter than a millisecond or

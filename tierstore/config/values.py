@@ -37,7 +37,7 @@ def _schema(pattern: str, example: str) -> WithJsonSchema:
 
 
 def _is_python(info: ValidationInfo) -> bool:
-    """Return whether the document was made by a program, whose bare numbers have a meaning."""
+    """Return whether the document comes from a program, so that bare numbers are allowed."""
     return bool(info.context)
 
 
@@ -66,7 +66,7 @@ def _path_text(raw: object) -> object:
     try:
         whole = Path(text).expanduser()
     except RuntimeError:
-        raise ValueError(f"{quoted(text)} names an unknown home; give a whole path") from None
+        raise ValueError(f"{quoted(text)} names an unknown home; give an absolute path") from None
     longest = max((len(os.fsencode(part)) for part in whole.parts), default=0)
     if longest > _NAME_BYTES_MAX or len(os.fsencode(whole)) > _PATH_BYTES_MAX:
         raise ValueError(too_long)
@@ -76,7 +76,7 @@ def _path_text(raw: object) -> object:
 
 
 def _version(raw: object) -> object:
-    # To Python, and to the checks of a literal, `true` and `1.0` are equal to 1.
+    # In Python, and in pydantic's check of a literal, `true` and `1.0` are equal to 1.
     if type(raw) is not int:
         raise ValueError(f"expected 1, got {quoted(raw)}")
     return raw
@@ -87,12 +87,12 @@ def _key_path(raw: object) -> object:
     if not isinstance(raw, str | os.PathLike):
         raise ValueError("expected the path of a file")  # noqa: TRY004 - pydantic asks for it
     if looks_like_key(str(raw)):
-        raise ValueError("this is a key; write it to a file, and give the path of that")
+        raise ValueError("this is a key; write it to a file, and give the path of that file")
     return _path_text(raw)
 
 
 def _plug_in_name(group: PlugInGroup) -> BeforeValidator:
-    """Accept the built-in names of a group, and those of plug-ins that can be imported."""
+    """Accept the built-in names of a group, and the names of plug-ins that can be imported."""
 
     def check(raw: object) -> object:
         if raw not in BUILT_IN_NAMES[group]:
@@ -114,7 +114,7 @@ _UNPRINTED = ("Cc", "Zl", "Zp")
 _NAME_BYTES_MAX = 255
 _NAME_COUNT_MAX = 100
 _PATH_BYTES_MAX = 3_500
-"""The kernel takes 4,096; a tier has names of its own below its path."""
+"""The kernel's limit is 4,096; a tier appends its own file names to its path."""
 Size = Annotated[int, BeforeValidator(_size), _schema(SIZE_PATTERN, "20GiB")]
 PositiveSize = Annotated[Size, Field(gt=0)]
 Duration = Annotated[float, BeforeValidator(_duration), _schema(DURATION_PATTERN, "2s")]

@@ -1,8 +1,8 @@
-"""YAML as people expect it: YAML 1.2 words, no key twice, no tags, and not without bounds.
+"""YAML with the scalars of YAML 1.2, without duplicate keys and tags, and of bounded size.
 
 PyYAML follows YAML 1.1, where `no`, `off` and `1:30` turn into false, false and 90, and where the
-last of two equal keys silently wins. A few lines of it can also say a document that no memory
-holds, by aliases of aliases. The one module that imports yaml.
+last of two equal keys silently wins. A few lines with aliases of aliases can also expand to a
+document that does not fit into memory. This is the only module that imports yaml.
 """
 
 import re
@@ -21,13 +21,13 @@ _INT_DIGITS_MAX = 40
 
 
 def parse_yaml(text: str) -> object:
-    """Return the one document in `text`: mappings, lists, strings, numbers, booleans, None.
+    """Return the single document in `text`: mappings, lists, strings, numbers, booleans, None.
 
-    An alias stands for a copy of what it names. Takes time in proportion to the text.
+    An alias counts as a copy of what it names. Takes time in proportion to the text.
 
     Raises:
-        ConfigError: not YAML, a key stands twice in one mapping, a value has a tag, or aliases and
-            nesting make too much of it; with line and column.
+        ConfigError: the text is not YAML, a mapping has a duplicate key, a value has a tag, or the
+            document is too large or too deeply nested; with line and column.
     """
     try:
         _require_bounds(text)
@@ -38,12 +38,12 @@ def parse_yaml(text: str) -> object:
         what = ", ".join(escaped(part) for part in (error.context, error.problem) if part)
         raise ConfigError(f"{where}{what}") from None
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
-        # The library lets through what its constructors raise.
+        # The library does not wrap what its constructors raise.
         raise ConfigError(f"not YAML: {escaped(error)}") from None
 
 
 def _require_bounds(text: str) -> None:
-    """Look at the parts of a document one after the other, before anything is built of them."""
+    """Check the events of a document one by one, before anything is built from them."""
     extent = _Extent()
     for event in yaml.parse(text, Loader=_Loader):
         if isinstance(event, yaml.NodeEvent):
@@ -56,21 +56,21 @@ def _require_bounds(text: str) -> None:
 
 
 class _Extent:
-    """How much a document is, with a copy of what it names in the place of each alias."""
+    """The size of a document in which each alias is replaced by a copy of what it names."""
 
     def __init__(self) -> None:
         self._node_count = 0
         self._open: list[tuple[str | None, int]] = []
-        """Of the mappings and lists that have begun: the anchor, and the nodes before them."""
+        """Per open mapping or list: its anchor, and the number of nodes before it."""
         self._named: dict[str, int] = {}
-        """The nodes of what an anchor names."""
+        """The number of nodes that each anchor names."""
 
     def add(self, event: yaml.NodeEvent) -> None:
         node_count = 1
         if isinstance(event, yaml.AliasEvent):
-            # Of a node that has not ended, too: it would go round in circles.
+            # An alias within the node that it names would be circular: its anchor is unknown here.
             if event.anchor not in self._named:
-                raise _problem(event, f"nothing that ended before is named &{event.anchor}")
+                raise _problem(event, f"the alias has no anchor &{event.anchor} before it")
             node_count = self._named[event.anchor]
         elif isinstance(event, yaml.ScalarEvent) and event.anchor:
             self._named[event.anchor] = 1
@@ -83,7 +83,9 @@ class _Extent:
     def open(self, event: yaml.CollectionStartEvent) -> None:
         self._open.append((event.anchor, self._node_count - 1))
         if len(self._open) > DEPTH_MAX:
-            raise _problem(event, f"more than {DEPTH_MAX} mappings and lists lie within each other")
+            raise _problem(
+                event, f"mappings and lists are nested more than {DEPTH_MAX} levels deep"
+            )
 
     def close(self) -> None:
         anchor, before = self._open.pop()
@@ -111,7 +113,7 @@ class _Loader(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode):
                 if key.value in seen:
                     raise yaml.constructor.ConstructorError(
-                        None, None, f"key {quoted(key.value, 60)} stands twice", key.start_mark
+                        None, None, f"duplicate key {quoted(key.value, 60)}", key.start_mark
                     )
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
@@ -119,7 +121,7 @@ class _Loader(yaml.SafeLoader):
     def construct_whole(self, node: yaml.ScalarNode) -> int:
         if len(node.value) > _INT_DIGITS_MAX:
             raise yaml.constructor.ConstructorError(
-                None, None, f"a number of {len(node.value):,} digits", node.start_mark
+                None, None, f"a number has {len(node.value):,} digits", node.start_mark
             )
         return int(node.value)
 

@@ -76,7 +76,7 @@ def test_a_typo_is_refused_with_the_nearest_name_and_what_there_is(folder, group
     assert f"'{built_in}'" in text
     assert f"plug-ins of {group} in this environment: 'by_weight'" in text
     assert "did you mean 'by_weight'?" in str(problem_of(key, "by_wieght"))
-    assert "install the package that has it" in str(problem_of(key, "quite different"))
+    assert "install the package that defines it" in str(problem_of(key, "quite different"))
 
 
 def test_without_plug_ins_the_message_is_as_short_as_before():
@@ -131,7 +131,7 @@ def test_a_broken_plug_in_named_in_a_file_names_the_file_and_the_cause(folder):
 
 def test_what_is_no_function_is_refused(folder):
     write_plug_in(folder, "tierstore.policies", "number", "make = 3", attribute="make")
-    assert "is no class or function, but 3" in str(problem_of("primary.eviction", "number"))
+    assert "must be a class or a function, not 3" in str(problem_of("primary.eviction", "number"))
 
 
 def test_a_name_of_two_packages_is_refused_with_both(folder):
@@ -155,7 +155,7 @@ def test_a_built_in_name_wins_and_imports_nothing(folder, group):
 def test_options_of_a_built_in_part_are_refused(key, built_in):
     field = key.rpartition(".")[2]
     assert str(problem_of(key, built_in, size=3)) == (
-        f"{key}_options: {field} '{built_in}' is built in and has none; remove the key"
+        f"{key}_options: {field} '{built_in}' is built in and takes no options; remove the key"
     )
 
 
