@@ -24,8 +24,8 @@ class BatchedPut(BatchedCall):
         """Store the chunks of one group; return for each key whether the store has it now."""
         self._planes.is_changing = True
         starts = range(0, len(keys), per_batch)
-        # Tail first, so that what has to go again goes from the tail of the prefix. Each batch once:
-        # to put it again would count as a further use.
+        # Tail first, so that what has to go again goes from the tail of the prefix. Each batch is
+        # put once: to put it again would count as a further use.
         for i in starts[::-1][steps_done() :]:
             self._put_batch(group_idx, keys[i : i + per_batch], rows[i : i + per_batch])
             end_step()
