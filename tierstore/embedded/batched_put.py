@@ -6,7 +6,7 @@ import numpy as np
 
 from tierstore.arrays import Rows, adjacent_runs, slot_rows
 from tierstore.embedded.batches import BatchedCall
-from tierstore.embedded.errands import touching
+from tierstore.embedded.errands import end_step, steps_done, touching
 from tierstore.key import OffloadKey
 from tierstore.tier.reservation import ChunkState, OffloadReservation
 
@@ -24,9 +24,11 @@ class BatchedPut(BatchedCall):
         """Store the chunks of one group; return for each key whether the store has it now."""
         self._planes.is_changing = True
         starts = range(0, len(keys), per_batch)
-        # Tail first, so that what has to go again goes from the tail of the prefix.
-        for i in reversed(starts):
+        # Tail first, so that what has to go again goes from the tail of the prefix. Each batch is
+        # put once: to put it again would count as a further use.
+        for i in starts[::-1][steps_done() :]:
             self._put_batch(group_idx, keys[i : i + per_batch], rows[i : i + per_batch])
+            end_step()
         # Only now, for the last batches may have evicted the first ones.
         return [has for i in starts for has in self._has(keys[i : i + per_batch])]
 

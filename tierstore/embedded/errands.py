@@ -22,8 +22,10 @@ __all__ = [
     "WithdrawnError",
     "WouldWaitError",
     "begin_wait",
+    "end_step",
     "end_wait",
     "may_wait",
+    "steps_done",
     "touching",
 ]
 
@@ -58,6 +60,8 @@ class Errand(Generic[Answer]):
     def __init__(self, call: Callable[[], Answer]) -> None:
         self.answer: Future[Answer] = Future()
         self.may_wait = True
+        self.step_count = 0
+        """Steps that the call has done; it skips them when it begins again."""
         self._call: Callable[[], Answer] | None = call
         self._lock = threading.RLock()
         self._is_withdrawn = False
@@ -143,6 +147,17 @@ def touching() -> Iterator[None]:
 def may_wait() -> bool:
     """Return whether the call of this thread may wait for a tier."""
     return _this_thread.errand is None or _this_thread.errand.may_wait
+
+
+def steps_done() -> int:
+    """Return how many steps the call of this thread had done before it began again."""
+    return 0 if _this_thread.errand is None else _this_thread.errand.step_count
+
+
+def end_step() -> None:
+    """Note a step that must not be done twice; all calls do theirs in the same order each time."""
+    if _this_thread.errand is not None:
+        _this_thread.errand.step_count += 1
 
 
 def begin_wait() -> None:

@@ -135,6 +135,26 @@ def test_memory_is_used_and_the_loop_goes_on_whatever_waits_for_a_read(tmp_path,
     asyncio.run(live())
 
 
+def test_a_put_that_comes_to_wait_for_a_tier_uses_each_chunk_once(tmp_path):
+    """More than memory holds: in the end the tier is asked for what was evicted meanwhile.
+
+    A second use would bring a chunk to this tier, and so would its second arrival.
+    """
+    numbers = range(200)
+    config = config_of(tmp_path, cascade="second_touch")
+
+    async def live():
+        async with await AsyncTierStore.open(config, CHUNKS.manifest) as store:
+            stored = await store.put(CHUNKS.keys(numbers), CHUNKS.array(numbers))
+            await store.flush()
+            stats = await store.stats()
+        assert 0 < sum(stored) == stats.primary_chunk_count < len(numbers)
+        assert stats.counters["offloaded_chunks_total"] == len(numbers)
+        assert stats.secondary["disk"].record_count == 0
+
+    asyncio.run(live())
+
+
 def test_memory_is_read_while_more_calls_wait_for_a_write_than_there_are_threads(tmp_path):
     hung = HungWrites()
     config = config_of(tmp_path, primary="4MiB", io={"write_queue": "512KiB"})

@@ -51,12 +51,14 @@ def _nothing(keys: Sequence[OffloadKey], reason: FailureReason) -> None:
     del keys, reason
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Question:
     keys: tuple[OffloadKey, ...]
     reset_count: int
     """Of `Lookups`, when it was asked."""
     reading: Reading[list[Place | None]]
+    is_late: bool = False
+    """It was waited for as long as `places` waits, without an answer."""
 
 
 class Lookups:
@@ -85,8 +87,8 @@ class Lookups:
         self._old: dict[OffloadKey, Place | None] = {}
         self._ahead_questions: list[_Question] = []
         """Those that `look_ahead` has asked, until they are answered."""
-        self._ahead: dict[OffloadKey, Place | None] = {}
-        """Their answers, each for one `places`."""
+        self._ahead: dict[OffloadKey, list[Place | None]] = {}
+        """Their answers, each for one `places`: several callers may have asked for one record."""
         self._placed: dict[int, Sequence[OffloadKey]] = {}
         """The keys of tickets that are being written."""
         self._step_count = 0
@@ -130,8 +132,9 @@ class Lookups:
         if not unknown or self.is_stuck:
             return None
         reading = self._reads.ask(partial(self._locate, tuple(unknown)))
-        self._ahead_questions.append(_Question(tuple(unknown), self._reset_count, reading))
-        return partial(self._wait_for_places, reading)
+        question = _Question(tuple(unknown), self._reset_count, reading)
+        self._ahead_questions.append(question)
+        return partial(self._wait_ahead, question)
 
     def places(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
         """Return the place of each recorded key; what is not known is looked up, and waited for.
@@ -176,10 +179,13 @@ class Lookups:
 
     def forget(self, keys: Iterable[OffloadKey]) -> None:
         """Drop answers about records that came or went."""
-        for known in (self._young, self._old, self._ahead):
+        for known in (self._young, self._old):
             if known:
                 for key in keys:
                     known.pop(key, None)
+        if self._ahead:
+            for key in keys:
+                self._ahead.pop(key, None)
 
     def reset(self) -> None:
         """Drop all answers, those on their way too."""
@@ -210,20 +216,33 @@ class Lookups:
     ) -> Sequence[OffloadKey]:
         """Add what was looked up ahead to what is known; return the keys that were not.
 
-        A lookup that was waited for without an answer is not waited for again.
+        A lookup that was waited for without an answer is not waited for again. One that another
+        caller still waits for says nothing: its keys are looked up.
         """
         unanswered: set[OffloadKey] = set()
         questions, self._ahead_questions = self._ahead_questions, []
         for question in questions:
             if not question.reading.is_done:
                 self._ahead_questions.append(question)
-                unanswered.update(question.keys)
+                if question.is_late:
+                    unanswered.update(question.keys)
             elif question.reset_count == self._reset_count:
                 places = self._answer(question.reading, question.keys)
-                self._ahead.update(zip(question.keys, places, strict=True))
-        known.update((key, self._ahead.pop(key)) for key in unknown if key in self._ahead)
-        self.on_hidden([key for key in unknown if key in unanswered], FailureReason.STALLED)
-        return [key for key in unknown if key not in known and key not in unanswered]
+                for key, place in zip(question.keys, places, strict=True):
+                    self._ahead.setdefault(key, []).append(place)
+        for key in unknown:
+            answers = self._ahead.get(key)
+            if answers:
+                known[key] = answers.pop()  # the youngest
+                if not answers:
+                    del self._ahead[key]
+        missing = [key for key in unknown if key not in known]
+        self.on_hidden([key for key in missing if key in unanswered], FailureReason.STALLED)
+        return [key for key in missing if key not in unanswered]
+
+    def _wait_ahead(self, question: _Question) -> None:
+        self._wait_for_places(question.reading)
+        question.is_late = not question.reading.is_done
 
     def _wait_for_places(self, reading: Reading[list[Place | None]]) -> None:
         seconds = max(self._places_seconds_max, _TURN_SECONDS_MAX)

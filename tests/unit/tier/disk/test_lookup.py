@@ -194,13 +194,52 @@ def test_places_that_were_looked_up_ahead_are_known_once(lookups, records):
     assert None not in lookups.places(keys), "an answer may be out of date the second time"
 
 
-def test_a_lookup_ahead_that_has_not_ended_is_not_waited_for_again(records, lookups):
-    records.may_go_on.clear()
+def test_a_lookup_ahead_that_was_waited_for_too_long_is_not_waited_for_again(records, reads):
+    """The thread goes on with something else all the while, so that it is not stuck."""
+    lookups = Lookups(records.locate, reads, places_seconds_max=0.5)
+    last = threading.Event()
+    busy = reads.ask(lambda: [*reads.progressing(iter(lambda: last.wait(0.01), True))])
     wait = lookups.look_ahead(records.keys[:2])
+    wait()
+    assert not busy.is_done
     assert lookups.places(records.keys[:2]) == [None, None]
-    records.may_go_on.set()
+    last.set()
     wait()
     assert lookups.places(records.keys[:2]) == [Place(records.keys[0]), None]
+    assert len(records.askers) == 2, "they were looked up once"
+
+
+def test_a_record_that_another_caller_has_begun_to_look_up_is_looked_up(records, lookups):
+    """It has left memory since this caller looked ahead, and nobody has waited for it yet."""
+    keys = records.keys[:2]
+    hidden = []
+    lookups.on_hidden = lambda keys, _: hidden.extend(keys)
+    records.may_go_on.clear()
+    wait = lookups.look_ahead(keys)
+    going_on = threading.Timer(0.2, records.may_go_on.set)
+    going_on.start()
+    assert lookups.places(keys) == [Place(keys[0]), None]
+    assert hidden == []
+    wait()
+    assert lookups.places(keys) == [Place(keys[0]), None]
+    going_on.join()
+
+
+def test_each_of_those_who_look_a_record_up_ahead_finds_it(records, lookups):
+    """Two were answered, and a third one waits for the same record."""
+    hidden = []
+    lookups.on_hidden = lambda keys, _: hidden.extend(keys)
+    key = records.keys[0]
+    for _ in range(2):
+        lookups.look_ahead([key])()
+    records.may_go_on.clear()
+    wait = lookups.look_ahead([key])
+    assert [lookups.places([key]) for _ in range(2)] == [[Place(key)]] * 2
+    assert hidden == []
+    records.may_go_on.set()
+    wait()
+    assert lookups.places([key]) == [Place(key)]
+    assert len(records.askers) == 3
 
 
 def test_what_is_evicted_or_reset_meanwhile_is_not_found_ahead(lookups, records):
