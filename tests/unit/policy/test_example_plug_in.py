@@ -26,7 +26,7 @@ manifest = Manifest.simple("m", chunk_bytes=4096)
 keys = manifest.keys([n.to_bytes(32, "big") for n in range(1, 13)])
 with TierStore.open(sys.argv[1], manifest) as store:
     for key in keys:
-        assert store.put([key], np.ones((1, 4096), np.uint8)) == 1
+        assert store.put([key], np.ones((1, 4096), np.uint8)) == [True]
     print([bool(store.match_prefix([key]).chunk_count) for key in keys].count(True))
     print(store.match_prefix(keys).chunk_count)
     assert store.check() == []
