@@ -97,7 +97,8 @@ class SecondaryConfig:
     tier: str = "disk"
     """`disk`, or a plug-in: the half that knows which records there are."""
     backend: str
-    """`file`, `lmdb`, or a plug-in; on disk, its records are placed and counted as those of `file`."""
+    """`file`, `lmdb`, or a plug-in; on disk, its records are placed and counted like those of
+    `file`."""
     path: Path
     """The tier's directory; a plug-in tier is told it, and it is left to the plug-in."""
     capacity_bytes: int

@@ -98,7 +98,12 @@ def require_members(made: object, protocol: type, what: str) -> None:
     """
     members = {*vars(protocol), *getattr(protocol, "__annotations__", {})}
     public = (name for name in members if not name.startswith("_") or name == "__len__")
-    lacking = sorted(name for name in public if not hasattr(made, name))
+    try:
+        lacking = sorted(name for name in public if not hasattr(made, name))
+    except Exception as error:  # of a property
+        raise ConfigError(
+            f"{what}: the plug-in made {quoted(made)}, which cannot be looked at: {named(error)}"
+        ) from error
     if lacking:
         raise ConfigError(
             f"{what}: the plug-in made {quoted(made)}, which has no {', '.join(lacking)}; "

@@ -38,31 +38,31 @@ class CheckedAdmission:
         self, keys: Sequence[OffloadKey], use: UseContext = UNKNOWN_USE
     ) -> Sequence[OffloadKey]:
         """Demote what it asks for (`Admission.on_resident`)."""
-        return self._let_through(keys, self._tell(self._admission.on_resident, keys, use))
+        return self._let_through(keys, self._tell(self._admission.on_resident, list(keys), use))
 
     def on_touched(
         self, keys: Sequence[OffloadKey], use: UseContext = UNKNOWN_USE
     ) -> Sequence[OffloadKey]:
         """Demote what it asks for (`Admission.on_touched`)."""
-        return self._let_through(keys, self._tell(self._admission.on_touched, keys, use))
+        return self._let_through(keys, self._tell(self._admission.on_touched, list(keys), use))
 
     def on_victims(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
         """Demote what it asks for (`Admission.on_victims`)."""
-        return self._let_through(keys, self._tell(self._admission.on_victims, keys))
+        return self._let_through(keys, self._tell(self._admission.on_victims, list(keys)))
 
     def on_admitted(self, keys: Sequence[OffloadKey]) -> None:
         """Let them through no more (`Admission.on_admitted`)."""
         self._admitted.add(keys)
-        self._tell(self._admission.on_admitted, keys)
+        self._tell(self._admission.on_admitted, list(keys))
 
     def on_promoted(self, keys: Sequence[OffloadKey], use: UseContext = UNKNOWN_USE) -> None:
         """Let them through no more (`Admission.on_promoted`)."""
         self._admitted.add(keys)
-        self._tell(self._admission.on_promoted, keys, use)
+        self._tell(self._admission.on_promoted, list(keys), use)
 
     def on_evicted(self, keys: Sequence[OffloadKey]) -> int:
         """Return what it says, but not more than were not admitted (`Admission.on_evicted`)."""
-        lost_count = self._tell(self._admission.on_evicted, keys)
+        lost_count = self._tell(self._admission.on_evicted, list(keys))
         unasked_count = len(self._admitted.missing(keys))
         self._admitted.discard(keys)
         return min(max(lost_count, 0), unasked_count) if isinstance(lost_count, int) else 0
@@ -70,7 +70,7 @@ class CheckedAdmission:
     def on_withdrawn(self, keys: Collection[OffloadKey]) -> None:
         """Let them through again (`Admission.on_withdrawn`)."""
         self._admitted.discard(keys)
-        self._tell(self._admission.on_withdrawn, keys)
+        self._tell(self._admission.on_withdrawn, list(keys))
 
     def on_records_lost(self, queued: AbstractSet[OffloadKey]) -> None:
         """Let all others through again (`Admission.on_records_lost`)."""
