@@ -186,7 +186,7 @@ class RemoteTier:
 
     # Records
 
-    def request_places(self, ticket, keys, payload_bytes):
+    def request_places(self, ticket, keys, payload_bytes, use=UNKNOWN_USE):
         keys = tuple(keys)
         places = tuple(map(self._place, keys))
         if len(keys) > self.store.capacity_count:

@@ -143,6 +143,7 @@ class SecondaryTier(Protocol):
         ticket: int,
         keys: Sequence[OffloadKey],
         payload_bytes: int,
+        use: UseContext = UNKNOWN_USE,
     ) -> None:
         """Ask for one place per key, of `payload_bytes` each; `Placed` or `Refused` answers once.
 

@@ -5,7 +5,6 @@ from store_kit import Chunks, config_of
 from written_plug_in import write_plug_in
 
 from tierstore.testing.admission_conformance import AdmissionConformance
-from tierstore.testing.policy_conformance import keys_of
 from tierstore.tier.admission import make_admission
 from tierstore.tier.admission.checked import CheckedAdmission
 from tierstore.tier.admission.on_evict import OnEvict

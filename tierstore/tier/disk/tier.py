@@ -191,12 +191,14 @@ class DiskTier:
         ticket: int,
         keys: Sequence[OffloadKey],
         payload_bytes: int,
+        use: UseContext = UNKNOWN_USE,
     ) -> None:
         """Ask for one place per key; evicts the least recently used as needed.
 
         Waits, in the queue, until the bytes of victims were given back. Keys that are being written
         are left out, and those that are recorded, but not in what `take_lost` has found.
         """
+        del use  # the catalog's order is recency
         # Answered later: reserving here would wait for LMDB's writer lock in the scheduler's
         # thread, and other processes hold that lock, too.
         self._put(RequestPlaces(ticket, tuple(keys), payload_bytes))
