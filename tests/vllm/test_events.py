@@ -8,7 +8,7 @@ and behind real vLLM, over its own publisher.
 import dataclasses
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -107,18 +107,23 @@ def make_requests(tokens_per_chunk: int, *, shared_tokens: int | None = None) ->
 class Engine:
     """Tiers that requests store to and load from, as the scheduler half has them do."""
 
-    def __init__(self, path: Path, blocks_per_chunk: int, cascade: str) -> None:
+    def __init__(
+        self, path: Path, blocks_per_chunk: int, cascade: str, capacities: Sequence[str]
+    ) -> None:
         self.manifest = make_manifest(blocks_per_chunk)
         self.requests = make_requests(self.manifest.group_specs()[0].tokens_per_chunk)
         self.listener = StrictListener(HASH_TOKENS, {ADAPTER.lora_name: ADAPTER.lora_path})
         for request in self.requests:
             self.listener.learn(request.block_hashes)
         self._path = path
-        disk = {"name": "d", "backend": "file", "path": str(path), "capacity": "8MiB"}
+        disks = [
+            {"name": f"d{i}", "backend": "file", "path": str(path / f"d{i}"), "capacity": capacity}
+            for i, capacity in enumerate(capacities)
+        ]
         self._config = load_config(
             {
                 "primary": {"capacity": f"{SLOT_COUNT * CHUNK_BYTES}B", "eviction": "lru"},
-                "secondary": [{**disk, "cascade": cascade}],
+                "secondary": [{**disk, "cascade": cascade} for disk in disks],
             }
         )
         self._is_reset = False
@@ -196,7 +201,7 @@ class Engine:
     def damage(self) -> None:
         """Overwrite all records."""
         self.hear()
-        for segment in (self._path / "rank0").glob("*.seg"):
+        for segment in self._path.glob("d*/rank0/*.seg"):
             with segment.open("r+b") as file:
                 file.write(b"\1" * segment.stat().st_size)
 
@@ -209,29 +214,44 @@ class Engine:
     def settle(self) -> None:
         """Let what was begun end."""
         assert self._loop.settle(lambda: not self.stack.has_work(), 60)
-        assert self.stack.secondaries[0].wait(60)
+        assert all(secondary.wait(60) for secondary in self.stack.secondaries)
         self._loop.pump()
 
     def truth(self) -> tuple[set[tuple[int, Any]], set[tuple[int, Any]]]:
-        """Return the blocks in memory and those on disk."""
-        memory, disk = set(), set()
+        """Return the blocks in memory and those on disk, in any tier."""
+        memory = self._blocks_where(
+            lambda keys: [state is ChunkState.RESIDENT for state in self.stack.states(keys)]
+        )
+        return memory, set().union(*(self.recorded(i) for i in range(len(self.stack.secondaries))))
+
+    def recorded(self, tier_idx: int) -> set[tuple[int, Any]]:
+        """Return the blocks that a tier has on disk."""
+        tier = self.stack.secondaries[tier_idx]
+        return self._blocks_where(lambda keys: [p is not None for p in tier.locate(keys)])
+
+    def _blocks_where(
+        self, are_there: Callable[[list[OffloadKey]], list[bool]]
+    ) -> set[tuple[int, Any]]:
+        found = set()
         step = self.manifest.blocks_per_chunk * 2
         for request, group_idx in itertools.product(self.requests, (0, 1)):
-            keys = self.keys(request, group_idx, CHUNKS_PER_REQUEST)
-            states = self.stack.states(keys)
-            places = self.stack.secondaries[0].locate(keys)
-            for i in range(len(keys)):
+            for i, is_there in enumerate(
+                are_there(self.keys(request, group_idx, CHUNKS_PER_REQUEST))
+            ):
                 hashes = request.block_hashes[i * step + 1 : (i + 1) * step : 2]
                 blocks = {(group_idx, maybe_convert_block_hash(BlockHash(h))) for h in hashes}
-                memory |= blocks if states[i] is ChunkState.RESIDENT else set()
-                disk |= blocks if places[i] is not None else set()
-        return memory, disk
+                found |= blocks if is_there else set()
+        return found
 
 
 @contextmanager
-def opened(blocks_per_chunk: int = 1, cascade: str = "write_through") -> Iterator[Engine]:
+def opened(
+    blocks_per_chunk: int = 1,
+    cascade: str = "write_through",
+    capacities: Sequence[str] = ("8MiB",),
+) -> Iterator[Engine]:
     with TemporaryDirectory() as folder:
-        engine = Engine(Path(folder), blocks_per_chunk, cascade)
+        engine = Engine(Path(folder), blocks_per_chunk, cascade, capacities)
         yield engine
         engine.close()
 
@@ -299,6 +319,24 @@ def test_a_block_that_two_chunks_hold_is_gone_with_the_last_of_them() -> None:
         for number in (0, 1, 2, 1, 0, 4, 5, 0, 3, 1, 2, 5, 4, 3, 1, 0):
             engine.store(engine.requests[number], 0, CHUNKS_PER_REQUEST, fails=False)
             assert_listener_knows(engine)
+        assert engine.listener.unknown_removals == 0
+
+
+@pytest.mark.parametrize("blocks_per_chunk", [1, 2])
+@pytest.mark.parametrize("capacities", [("8MiB", "12MiB"), ("12MiB", "8MiB"), ("8MiB", "8MiB")])
+def test_of_two_tiers_on_disk_each_tells_of_its_own_blocks(
+    capacities: Sequence[str], blocks_per_chunk: int
+) -> None:
+    with opened(blocks_per_chunk, "write_through", capacities) as engine:
+        tokens_per_chunk = engine.manifest.group_specs()[0].tokens_per_chunk
+        shared_tokens = 2 * tokens_per_chunk + tokens_per_chunk // 2
+        engine.requests = make_requests(tokens_per_chunk, shared_tokens=shared_tokens)
+        for number, group_idx in itertools.product((0, 1, 2, 3, 4, 5, 1, 0), (0, 1)):
+            engine.store(engine.requests[number], group_idx, CHUNKS_PER_REQUEST, fails=False)
+            assert_listener_knows(engine)
+            for tier_idx in range(2):
+                told = engine.listener.held.get(f"{DISK}/d{tier_idx}", set())
+                assert told == engine.recorded(tier_idx)
         assert engine.listener.unknown_removals == 0
 
 

@@ -37,7 +37,7 @@ class EvictionPolicy(Protocol):
     """
 
     needs_use: bool
-    """Whether the policy goes by the uses that it is told; others are given `UNKNOWN_USE`."""
+    """Whether it goes by the uses that it is told; if no part does, all are `UNKNOWN_USE`."""
 
     def locate(self, keys: Sequence[OffloadKey]) -> list[int | None]:
         """Return the slot of each resident key, None for others; no use is recorded."""

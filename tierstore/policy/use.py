@@ -13,7 +13,7 @@ class UseContext:
     """One request's use of a batch of chunks of one prefix.
 
     It is made once per request and batch, and passed by reference from the planner through the
-    tiers to policies, admissions and catalogs. Those that do not need uses get `UNKNOWN_USE`.
+    tiers to policies, admissions and catalogs. If none needs uses, all are `UNKNOWN_USE`.
     """
 
     request_id: str = ""

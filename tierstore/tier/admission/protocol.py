@@ -27,7 +27,7 @@ class Admission(Protocol):
     """
 
     needs_use: bool
-    """Whether it goes by the uses that it is told; others are given `UNKNOWN_USE`."""
+    """Whether it goes by the uses that it is told; if no part does, all are `UNKNOWN_USE`."""
     admits_arrivals: bool
     """Whether each chunk is to be demoted when it becomes resident.
 

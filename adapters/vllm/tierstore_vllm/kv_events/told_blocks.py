@@ -9,7 +9,7 @@ from tierstore.key import OffloadKey, get_offload_group_idx
 __all__ = ["ToldBlocks"]
 
 _RECORDED_MAX = 1 << 16
-"""Recorded chunks of several blocks whose hashes are kept until they are evicted.
+"""Recorded chunks of several blocks whose hashes are kept until they are evicted, of all tiers.
 
 Of older ones only the last block's is known, which is in their key: the event names that one.
 """
@@ -30,18 +30,20 @@ class ToldBlocks:
     """
 
     def __init__(self) -> None:
-        self._recorded: OrderedDict[OffloadKey, tuple[bytes, ...]] = OrderedDict()
-        """The hashes of recorded chunks. Those in memory are remembered by the tiers' log."""
+        self._recorded: OrderedDict[tuple[str, OffloadKey], tuple[bytes, ...]] = OrderedDict()
+        """The hashes of recorded chunks, by the name of each tier that has one. Those in memory
+        are remembered by the tiers' log."""
         self._holder_counts: Counter[_Place] = Counter()
 
     def hold(self, tier_name: str | None, key: OffloadKey, hashes: tuple[bytes, ...]) -> None:
         """Take note of the blocks of a chunk that came."""
         if tier_name is not None:
-            if key in self._recorded:
+            if (tier_name, key) in self._recorded:
                 return
-            self._recorded[key] = hashes
+            self._recorded[tier_name, key] = hashes
             if len(self._recorded) > _RECORDED_MAX:
-                self.release(tier_name, *self._recorded.popitem(last=False))
+                oldest, of_oldest = self._recorded.popitem(last=False)
+                self.release(*oldest, of_oldest)
         group_idx = get_offload_group_idx(key)
         self._holder_counts.update(_Place(tier_name, group_idx, shared) for shared in hashes[:-1])
 
@@ -61,7 +63,7 @@ class ToldBlocks:
 
     def take_recorded(self, tier_name: str, key: OffloadKey) -> Sequence[bytes] | None:
         """Return the blocks that are gone now that a recorded chunk is; None: it is unknown."""
-        hashes = self._recorded.pop(key, None)
+        hashes = self._recorded.pop((tier_name, key), None)
         return None if hashes is None else self.release(tier_name, key, hashes)
 
     def forget_recorded(self) -> None:
