@@ -33,5 +33,5 @@ def test_admissions_are_made_by_name_and_share_nothing():
 
 
 def test_an_unknown_name_is_refused_with_those_that_are_known():
-    with pytest.raises(ConfigError, match=r"one of write_through, on_evict, .*got 'on_full'"):
+    with pytest.raises(ConfigError, match=r"expected 'write_through', 'on_evict' or .*got 'on_f"):
         make_admission("on_full")

@@ -6,6 +6,7 @@ from typing import cast
 from tierstore.config.plug_ins import PlugInGroup, load_plug_in, require_members
 from tierstore.errors import ConfigError, TierStoreError
 from tierstore.quoting import named, quoted
+from tierstore.tier.admission.checked import CheckedAdmission
 from tierstore.tier.admission.on_evict import OnEvict
 from tierstore.tier.admission.protocol import Admission
 from tierstore.tier.admission.second_touch import SecondTouch
@@ -44,4 +45,4 @@ def make_admission(name: str, options: Mapping[str, object] | None = None) -> Ad
             "secondary[].cascade_options"
         ) from error
     require_members(admission, Admission, what)
-    return cast("Admission", admission)
+    return CheckedAdmission(cast("Admission", admission), name)
