@@ -1,6 +1,6 @@
-"""A prefix cache of your own: compute the chunks of a prompt once, load them ever after.
+"""A prefix cache in 60 lines: compute the chunks of a prompt once, then load them.
 
-python examples/embedded.py FOLDER     # the first run computes, a second one loads from disk
+python examples/embedded.py FOLDER     # the first run computes, the second one loads from disk
 """
 
 import hashlib
@@ -16,7 +16,7 @@ MANIFEST = Manifest.simple("example-model", CHUNK_BYTES)
 
 
 def keys_of(tokens: list[int]) -> list[OffloadKey]:
-    """Return a key per whole chunk: its hash stands for all tokens before it, too."""
+    """Return a key per whole chunk; its hash also covers all tokens before the chunk."""
     hashes, running = [], hashlib.sha256()
     for end in range(TOKENS_PER_CHUNK, len(tokens) + 1, TOKENS_PER_CHUNK):
         running.update(np.array(tokens[end - TOKENS_PER_CHUNK : end], "<u4").tobytes())
@@ -42,7 +42,7 @@ def prefill(store: TierStore, tokens: list[int]) -> tuple[np.ndarray, int]:
 
 
 def main(folder: Path) -> None:
-    """Prefill a few prompts that begin alike, and say what was loaded."""
+    """Prefill a few prompts with a common beginning, and print what was loaded."""
     disk = {"name": "disk", "backend": "file", "path": str(folder), "capacity": "1GiB"}
     config = {"primary": {"capacity": "64MiB"}, "secondary": [disk]}
     with TierStore.open(config, MANIFEST) as store:

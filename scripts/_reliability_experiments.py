@@ -1,4 +1,4 @@
-"""What `reliability.py` runs, and how each answer becomes a finding: one row for the table."""
+"""The experiments of `reliability.py`, and how their output becomes findings: rows of the table."""
 
 import json
 import sys
@@ -52,7 +52,7 @@ print(json.dumps(found))
 
 @dataclass(kw_only=True)
 class Finding:
-    """What one experiment came to."""
+    """The result of one experiment."""
 
     fault: str
     backend: str
@@ -66,17 +66,17 @@ class Finding:
     """Processes that died or hung."""
     over_quota_bytes: int = 0
     sample_count: int = 0
-    """How often it was measured how much lies below the path."""
+    """How often the bytes below the path were measured."""
     memory_stall_seconds: float | None = None
     stall_seconds: float | None = None
     back_seconds: float | None = None
     problems: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
-    """What else is told of it."""
+    """Further facts for the tables."""
 
 
 Reader = Callable[[list[str]], list[Finding]]
-"""Makes findings of the lines that a process printed; raises where they are none."""
+"""Turns the lines that a process printed into findings; raises if it cannot."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,18 +87,18 @@ class Experiment:
     fault: str
     backend: str
     arguments: tuple[str, ...]
-    """Of the interpreter; `{folder}` stands for an empty folder."""
+    """Arguments of the interpreter; `{folder}` stands for an empty folder."""
     seconds_max: float
     read: Reader
 
     @property
     def name(self) -> str:
-        """What it is, and with which options: a later run of the same replaces its findings."""
+        """Identifies experiment and options: a later run of the same replaces its findings."""
         return " ".join((self.part, self.fault, self.backend, *self.arguments[1:]))
 
 
 def experiments_of(part: str, *, is_quick: bool, seed: int) -> Iterable[Experiment]:
-    """Return what a part consists of."""
+    """Return the experiments of a part."""
     return PARTS[part](is_quick, seed)
 
 

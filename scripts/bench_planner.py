@@ -1,8 +1,8 @@
-"""Measure what decisions cost: the control plane, without a byte of payload moved.
+"""Measure the cost of decisions: the control plane, without moving payload.
 
     primary    The tier in host memory, full, so that every new chunk evicts one; requests are runs
-               of chunks that were stored together. Where vLLM is installed, its own manager of
-               host memory does the same work in turns. Microseconds per chunk of:
+               of chunks that were stored together. If vLLM is installed, its own manager of host
+               memory does the same work in turns. Microseconds per chunk of:
                    locate                   of resident chunks (hit), of chunks never seen (miss)
                    pin + release + touch    of resident chunks
                    reserve + commit         of chunks never seen, and of evicted ones (again)
@@ -10,7 +10,7 @@
     step       The scheduler's side of an engine step with 256 requests of 8192 tokens: the hooks as
                vLLM's scheduler calls them, with vLLM's own objects (needs vLLM).
 
-Figures are medians, with the fastest and the slowest run beside them.
+Figures are medians, with the fastest and the slowest run.
 """
 
 import argparse
@@ -144,7 +144,7 @@ def main() -> None:
     add("--steps", type=int, default=500)
     tiers = ["memory", "disk", "disk+worker"]
     add("--tiers", nargs="+", choices=tiers, default=tiers, help="of the steps")
-    add("--directory", type=Path, help="where catalogs are made; 0.3 GB per million records")
+    add("--directory", type=Path, help="folder for catalogs; needs 0.3 GB per million records")
     add("--json", type=Path, help="write all values to this file")
     arguments = parser.parse_args()
     conditions = {

@@ -1,22 +1,22 @@
-"""Measure what a store moves: GB/s to and from a device, beside the raw limit of that device.
+"""Measure the bandwidth of a store to and from a device, against the device's raw limit.
 
     scripts/bench_store.py PATH [--full] [--chunks 64KiB 256KiB] [--requests 1 256] [--json FILE]
 
 Per chunk size and backend, interleaved in every run:
 
-    raw      large sequential O_DIRECT requests, as many at once as the tier has threads, into
-             a preallocated file: the limit. `overwrite` goes to blocks written before, which a
-             thinly provisioned device takes faster than new ones
+    raw      large sequential O_DIRECT requests to a preallocated file, as many at once as the
+             tier has threads: the limit. `overwrite` goes to blocks that were written before,
+             which a thinly provisioned device takes faster than new ones
     backend  the payload store alone, extents of a request split among the same threads
     store    TierStore.put until every chunk has its record, TierStore.get from disk
 
 `write` is cold and not flushed, `durable` flushes to the device before the clock stops. `read` is
-cold: pages of our files are dropped from the page cache, memory holds other chunks. `random` reads
-the chunks in another order than they were stored in. Every figure is the median of the runs, with
-the slowest and the fastest; CPU seconds are those of the whole process, per GB; peak memory is
-that of one chunk size, the benchmark's own arrays included. `--full` measures all chunk sizes and
-requests of up to 1024 chunks, `--integrity` keyed records. A cell that is not measured is named
-with the reason.
+cold: the pages of the store's files are dropped from the page cache, and memory holds other
+chunks. `random` reads the chunks in random order. Every figure is the median of the runs, with the
+slowest and the fastest. CPU seconds are those of the whole process, per GB. Peak memory is that of
+one chunk size, including the benchmark's own arrays. `--full` measures all chunk sizes and requests
+of up to 1024 chunks, `--integrity` keyed records. Cells that are not measured are listed with the
+reason.
 """
 
 import argparse
@@ -146,7 +146,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("path", type=Path, help="directory on the device; removed files only ours")
+    parser.add_argument(
+        "path", type=Path, help="directory on the device; only files of this script are removed"
+    )
     parser.add_argument("--full", action="store_true", help="all chunk sizes and requests")
     parser.add_argument("--chunks", nargs="+", help=f"default {' '.join(CHUNKS)}")
     parser.add_argument("--backends", nargs="+", choices=["file", "lmdb"], default=["file", "lmdb"])

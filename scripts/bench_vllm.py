@@ -1,20 +1,19 @@
-"""Measure what tierstore gives to, and takes from, real vLLM on this machine.
+"""Measure the gain and the cost of tierstore in real vLLM on this machine.
 
     scripts/bench_vllm.py [--models tiny larger] [--pairs 5] [--trace FILE] [--json FILE]
 
-Models have random weights and are made on the spot. Engines that are compared live at the same time
-and take turns, so that a busy machine slows all of them. Per model:
+Models have random weights and are created by the script. Engines that are compared run at the same
+time and take turns, so that a busy machine slows all of them. Per model:
 
     first token  one long prompt at a time: computed; with tierstore computed (and stored), loaded
                  from memory, loaded from disk by a new process; vLLM's ExampleConnector from disk.
                  `floor` is the time with everything still in vLLM's own cache (one step) plus
                  the loaded bytes over the bandwidth measured in the same run
-    no hits      batches of prompts that nobody has seen: tokens per second with tierstore, which
-                 stores all of them in memory, or in memory and on disk, over tokens per second
-                 without; the memory has been in use before. Beside them a connector that does
-                 nothing: what vLLM itself pays for having one
+    no hits      batches of new prompts: tokens per second with tierstore, which stores all of them
+                 in memory, or in memory and on disk, over tokens per second without; the memory
+                 was used before. A connector that does nothing shows vLLM's own cost of having one
     load         conversations whose turns share prefixes, more than vLLM's own cache holds: a
-                 slice of a recorded trace (`--trace`, Mooncake format), else made up
+                 slice of a recorded trace (`--trace`, Mooncake format), or generated
 
 Every figure is the median, with the smallest and the largest.
 """
@@ -149,7 +148,7 @@ class Bench:
             engine.close()
 
     def tierstore(self, name: str, pool_bytes: int = 1 << 30) -> dict[str, Any]:
-        """Return what turns tierstore on, with a tier on disk of that name; without name none."""
+        """Return the arguments that enable tierstore, with a tier on disk if it has a name."""
         config: dict[str, Any] = {"version": 1, "primary": {"capacity": f"{pool_bytes}B"}}
         if name:
             tier = {"name": "disk", "backend": "file", "path": str(self._folder / name)}
@@ -157,7 +156,7 @@ class Bench:
         return _transfer("TierStoreConnector", "tierstore_vllm", {"tierstore.config": config})
 
     def example(self) -> dict[str, Any]:
-        """Return what turns vLLM's ExampleConnector on."""
+        """Return the arguments that enable vLLM's ExampleConnector."""
         path = str(self._folder / "example")
         return _transfer("ExampleConnector", None, {"shared_storage_path": path})
 
@@ -197,7 +196,7 @@ class Bench:
         return found
 
     def no_hits(self, pair_count: int) -> Samples:
-        """Compare tokens per second without and with tierstore on prompts that nobody has seen."""
+        """Compare tokens per second without and with tierstore on new prompts."""
         tokens = BATCH_PROMPTS * (BATCH_TOKENS + ANSWER_TOKENS)
         batch_bytes = tokens * self._token_bytes
         pool_bytes = max(3 * batch_bytes, 64 << 20)
@@ -239,7 +238,7 @@ class Bench:
 
 
 def bandwidths(folder: Path) -> dict[str, float]:
-    """Measure what a copy in memory and a cold read of this disk reach, in GB/s."""
+    """Measure the GB/s of a copy in memory and of a cold read of this disk."""
     source = np.ones(256 << 20, np.uint8)
     target = np.zeros_like(source)
     copies = []
@@ -312,7 +311,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5, help="of batches without hits")
     parser.add_argument("--trace", type=Path, help="a recorded trace in Mooncake format")
     parser.add_argument("--requests", type=int, default=60, help="of the load")
-    parser.add_argument("--path", type=Path, help="where tiers on disk lie (default: temporary)")
+    parser.add_argument("--path", type=Path, help="folder for tiers on disk (default: temporary)")
     parser.add_argument("--json", type=Path, help="write all samples to this file")
     options = parser.parse_args()
     console = Console(width=130)

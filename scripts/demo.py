@@ -1,10 +1,10 @@
 """Run real vLLM over the same conversations without tierstore and with it, and compare.
 
-Four engines' worth of work in three processes, all on the same prompts:
+Three processes run four passes over the same prompts:
 
-    reference      no connector: every turn computed in full; and again as vLLM alone would do it
+    reference      no connector: every turn computed in full; then again with vLLM's own cache
     cold, memory   with tierstore: empty at first; then with the GPU's prefix cache emptied
-    disk           a new process: only what reached the disk is left
+    disk           a new process: only chunks on disk are left
 
 Ends with status 1 if a token differs or an expected hit is missing.
 """
@@ -57,7 +57,7 @@ Passes = dict[str, list[dict[str, Any]]]
 def main() -> int:
     """Run the demo; return the exit status."""
     parser = argparse.ArgumentParser(description="Real vLLM without and with tierstore.")
-    parser.add_argument("--model", help="a model of yours instead of the small random one")
+    parser.add_argument("--model", help="model to use instead of the small random one")
     model = parser.parse_args().model
     console = Console()
     console.width = max(console.width, 130)
@@ -172,7 +172,7 @@ def run_engine(name: str, job: dict[str, Any], console: Console) -> dict[str, An
 
 
 def different_tokens(passes: Passes) -> list[str]:
-    """Name every answer that differs from vLLM's without tierstore."""
+    """List every answer that differs from vLLM's without tierstore."""
     return [
         f"{ROWS[name]}: answer {number} differs from the run without tierstore"
         for name in ("cold", "memory", "disk")
@@ -184,9 +184,9 @@ def different_tokens(passes: Passes) -> list[str]:
 
 
 def missing_hits(passes: Passes, block_tokens: int) -> list[str]:
-    """Name every prompt of which less was loaded than is stored.
+    """List every prompt of which less was loaded than is stored.
 
-    Stored are whole blocks; of a prompt that is stored entirely the last token is computed.
+    Whole blocks are stored; if a prompt is stored entirely, its last token is still computed.
     """
     problems = []
     for name in ("cold", "memory", "disk"):

@@ -1,8 +1,8 @@
-"""One process of the demo: runs vLLM over a job file and writes what it saw to a result file.
+"""One process of the demo: runs vLLM on a job file and writes its observations to a result file.
 
     python scripts/demo_engine.py JOB.json RESULT.json
 
-A process of its own per engine, so that what the next one finds can only come from disk.
+Each engine has its own process, so that hits of the next one can only come from disk.
 """
 
 import json
@@ -20,7 +20,7 @@ HIT_METRIC = "vllm:prompt_tokens_cached_by_source"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What one prompt brought."""
+    """The result of one prompt."""
 
     turn: int
     prompt_tokens: int
@@ -32,7 +32,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What one process shall do."""
+    """The job of one process."""
 
     engine: dict[str, Any]
     """Arguments of `vllm.LLM`."""
@@ -118,7 +118,7 @@ def cached_tokens(llm: LLM) -> dict[str, int]:
 
 
 def empty_prefix_cache(llm: LLM) -> None:
-    """Forget everything that the GPU holds; what tierstore has is not touched."""
+    """Empty the GPU's prefix cache, but not tierstore."""
     if not llm.reset_prefix_cache():
         raise RuntimeError("vLLM still holds blocks although no request runs")
 

@@ -1,18 +1,22 @@
-"""Run model families under real vLLM with tierstore, and write the table of what held.
+"""Run model families under real vLLM with tierstore, and write the table of results.
 
     scripts/families.py [--families llama gemma3 ...] [--results FOLDER] [--write]
 
 Each family is a tiny model with random weights (tests/vllm/support/family_configs.py). Engines run
-one after the other: without tierstore, cold and then hitting vLLM's own cache; with it, first cold,
-then with vLLM's own cache emptied; a new process on the same disk, in which requests are then
-aborted after 0, 1, 2, ... steps while loads are slow, and the prompts asked once more; a new
-process on a damaged copy of the disk; and a cache so small that requests are preempted, without
-tierstore and with it. A cell is `yes` if all answers are those of the engine without tierstore that
-computed as much, and hits are those of vLLM's own cache for the same prompts; a row only stands if
-every engine could be reset at its end, which one that leaked a block cannot. Answers are compared
-up to a near tie; how many tokens that are stands in the row. Results are kept per family as JSON,
-so a run can be continued. `--write` puts the table of all results in the folder into
-adapters/vllm/README.md.
+one after the other:
+
+    without tierstore: cold, then hitting vLLM's own cache
+    with tierstore: cold, then with vLLM's own cache emptied
+    a new process on the same disk; there, requests are also aborted after 0, 1, 2, ... steps while
+        loads are slow, and the prompts are sent again
+    a new process on a damaged copy of the disk
+    a cache so small that requests are preempted, without tierstore and with it
+
+A cell is `yes` if all answers equal those of the engine without tierstore that computed as much,
+and hits equal those of vLLM's own cache for the same prompts. A row is valid only if every engine
+could be reset at its end, which fails if a block leaked. Answers are compared up to a near tie; the
+row gives the number of compared tokens. Results are kept per family as JSON, so that a run can be
+continued. `--write` puts the table of all results in the folder into adapters/vllm/README.md.
 """
 
 import argparse
@@ -73,7 +77,7 @@ class Family:
         self._compared_count = self._answered_count = 0
 
     def run(self) -> dict[str, str]:
-        """Run all engines; return a cell per column, and two that say how much was seen."""
+        """Run all engines; return a cell per column, and two counts of compared tokens."""
         reference = self._engine("cold", "again", config=None)
         expected = _cached(reference, "again")
         if not any(expected):
@@ -127,7 +131,7 @@ class Family:
         self, *names: str, engine: Mapping[str, object] | None = None, **changes: object
     ) -> EngineResult:
         rounds = {name: self._rounds[name] for name in names}
-        # Nothing but a reset, which an engine that leaked a block refuses.
+        # Only a reset, which an engine that leaked a block refuses.
         rounds["leaks"] = Round(prompts=[], one_by_one=True)
         changes |= {"engine": {**self._arguments, **(engine or {})}}
         job = self._scenario.job(rounds, workarounds=True, separate_process=False, **changes)
@@ -189,7 +193,7 @@ def _damage(tier: Path) -> None:
 
 
 def table_of(folder: Path) -> str:
-    """Lay all results out as Markdown."""
+    """Return all results as a Markdown table."""
     head = ("family", "cached tokens", "compared tokens", *COLUMNS)
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     notes = []
@@ -207,7 +211,7 @@ def table_of(folder: Path) -> str:
 
 
 def main() -> int:
-    """Run what the command line names; status 1 if a cell says no."""
+    """Run the families of the command line; status 1 if a cell is `NO`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--families", nargs="+", choices=list(CONFIGS), default=list(CONFIGS))
     parser.add_argument("--results", type=Path, default=ROOT / ".families")

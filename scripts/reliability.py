@@ -1,13 +1,13 @@
-"""What tierstore does when its devices fail: runs every experiment, and makes RELIABILITY.md.
+"""Run experiments with failing devices, and write RELIABILITY.md from their findings.
 
     python scripts/reliability.py --quick                  all parts, some minutes
     python scripts/reliability.py                          all parts, hours
-    python scripts/reliability.py --only endurance shared  some of them
-    python scripts/reliability.py --table                  RELIABILITY.md of all that was found
+    python scripts/reliability.py --only endurance shared  some parts
+    python scripts/reliability.py --table                  write RELIABILITY.md from all findings
 
-Each experiment is a process with a time limit; what it came to is appended to a file of JSON lines,
+Each experiment is a process with a time limit. Its findings are appended to a file of JSON lines,
 `--results`. A later run of the same experiment replaces its findings in the table. Ends with 1 if
-something went wrong.
+an experiment fails.
 """
 
 import argparse
@@ -43,9 +43,11 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="few tries of everything")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
     parser.add_argument("--seed", type=int, default=1, help="the first of each experiment")
-    parser.add_argument("--folder", type=Path, help="where the stores lie (default: temporary)")
+    parser.add_argument("--folder", type=Path, help="folder for the stores (default: temporary)")
     parser.add_argument("--results", type=Path, default=RESULTS, help=f"default {RESULTS}")
-    parser.add_argument("--table", action="store_true", help="run nothing, make the document")
+    parser.add_argument(
+        "--table", action="store_true", help="write the document without running experiments"
+    )
     parser.add_argument("--output", type=Path, default=DOCUMENT, help=f"default {DOCUMENT}")
     options = parser.parse_args()
     if options.table:
@@ -64,7 +66,7 @@ def main() -> int:
 
 
 def run(experiment: Experiment, folder: Path | None) -> list[Finding]:
-    """Run an experiment; that it dies or hangs is a finding, too."""
+    """Run an experiment; if it dies or hangs, that is a finding, too."""
     with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as place:
         arguments = [word.replace("{folder}", place) for word in experiment.arguments]
         with subprocess.Popen(
@@ -79,7 +81,7 @@ def run(experiment: Experiment, folder: Path | None) -> list[Finding]:
                 said, complained = process.communicate(timeout=experiment.seconds_max)
                 why = "" if process.returncode == 0 else f"ended with {process.returncode}"
             except subprocess.TimeoutExpired:
-                said, complained, why = "", "", f"no end within {experiment.seconds_max:.0f} s"
+                said, complained, why = "", "", f"did not end within {experiment.seconds_max:.0f} s"
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # whatever it has left behind
@@ -88,7 +90,7 @@ def run(experiment: Experiment, folder: Path | None) -> list[Finding]:
         try:
             return experiment.read([line for line in said.splitlines() if line])
         except (ValueError, LookupError, TypeError) as error:
-            why = f"what it said is not understood: {error!r}"
+            why = f"its output is not understood: {error!r}"
     problem = f"{why}: {complained[-SAID_CHARACTERS:]}"
     return [
         Finding(fault=experiment.fault, backend=experiment.backend, ended=1, problems=[problem])
@@ -111,7 +113,7 @@ def is_sound(found: Finding) -> bool:
 
 
 def line_of(found: Finding, seconds: float) -> str:
-    """Return one line for whoever watches."""
+    """Return a line of progress."""
     counts = {
         name: getattr(found, name)
         for name in ("tries", "recomputed", "refused", "wrong", "lost", "ended", "over_quota_bytes")
@@ -122,7 +124,7 @@ def line_of(found: Finding, seconds: float) -> str:
 
 
 def keep(path: Path, experiment: Experiment, found: list[Finding], folder: Path | None) -> None:
-    """Append what was found to the file of results."""
+    """Append findings to the file of results."""
     path.parent.mkdir(parents=True, exist_ok=True)
     line = {
         "experiment": experiment.name,

@@ -1,4 +1,4 @@
-"""Write down what one vLLM's source has of the names that the adapter uses.
+"""Record which of the names that the adapter uses exist in the source of one vLLM version.
 
     PYTHONPATH=.:adapters/vllm python scripts/vllm_names.py SOURCE VERSION
 
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def describe(source: Path, version: str) -> Description:
-    """Return the table of one vLLM: what it has of what the adapter names."""
+    """Return the table of one vLLM version: the adapter's names that exist there."""
     wanted = {module: set(classes) for module, classes in _NAMES.items()}
     for module, names in imported_names(sorted(ADAPTER.rglob("*.py"))).items():
         wanted.setdefault(module, set()).update(names)

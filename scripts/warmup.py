@@ -2,9 +2,9 @@
 
     python scripts/warmup.py --prompts FILE --config FILE --model NAME [vLLM's engine options]
 
-FILE of prompts: JSON lines, each with one of `text`, `messages` (role and content) or `token_ids`.
-Everything that decides the identity of the cache (--dtype, --block-size, --kv-cache-dtype,
---tensor-parallel-size, ...) must be as the server has it. Ends with status 1 if a prompt is wrong
+The file of prompts has JSON lines, each with one of `text`, `messages` (role and content) or
+`token_ids`. Options that are part of the cache's identity (--dtype, --block-size, --kv-cache-dtype,
+--tensor-parallel-size, ...) must be those of the server. Ends with status 1 if a prompt is invalid
 or a computed chunk could not be stored.
 """
 
@@ -33,13 +33,13 @@ def main() -> int:
 
 
 def run() -> int:
-    """Read, prefill, report. What is wrong with the files is said before vLLM is imported."""
+    """Read, prefill, report. Errors in the files are reported before vLLM is imported."""
     own = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
     )
     own.add_argument("--prompts", type=Path, required=True, help="JSON lines")
     own.add_argument("--config", type=Path, required=True, help="tierstore's YAML file")
-    own.add_argument("--model", required=True, help="as the server names it")
+    own.add_argument("--model", required=True, help="the model, named as for the server")
     options, engine_options = own.parse_known_args()
     config = patient_config(load_config(options.config))
     prompts = asyncio.run(collect(options.prompts))
@@ -49,7 +49,7 @@ def run() -> int:
         from vllm.utils.argparse_utils import FlexibleArgumentParser
     except ImportError as error:
         raise MissingExtraError(
-            f"{error.name} is missing: a warm-up runs in vLLM's environment, "
+            f"{error.name} is missing: run a warm-up in vLLM's environment, "
             "with tierstore installed as 'tierstore[warmup]'"
         ) from error
     from tierstore_vllm.warmup import warm_up
@@ -75,7 +75,7 @@ async def collect(path: Path) -> list[tuple[int, Prompt]]:
 
 
 def print_report(report: "WarmupReport") -> None:
-    """Print what is stored now."""
+    """Print the counts of the warm-up."""
     counters = report.counters
     print(f"prompts             {report.prompt_count:,}")
     print(f"  prefilled         {report.prefill_count:,} (the others are prefixes of these)")

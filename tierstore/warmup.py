@@ -1,6 +1,6 @@
-"""What an offline warm-up needs of tierstore: its prompts, from JSON lines, and a configuration.
+"""The engine-independent part of an offline warm-up: prompts from JSON lines, and a configuration.
 
-Knows no engine; the adapter of an engine turns prompts into token ids and prefills them.
+The adapter of an engine turns prompts into token ids and prefills them.
 """
 
 import json
@@ -54,7 +54,7 @@ Prompt = TextPrompt | ChatPrompt | TokenPrompt
 
 
 def patient_config(config: StoreConfig) -> StoreConfig:
-    """Return a configuration that drops nothing: no request waits for a warm-up.
+    """Return a configuration that drops no chunks; a warm-up may wait for the disk instead.
 
     Raises:
         ConfigError: the configuration has no tier on disk.
@@ -77,7 +77,7 @@ async def read_prompts(path: Path) -> AsyncIterator[tuple[int, Prompt]]:
     """Yield (line number, prompt) for every line that is not blank.
 
     Raises:
-        PromptError: the file cannot be read, or a line is no prompt; names file and line.
+        PromptError: the file cannot be read, or a line is not a prompt; names file and line.
         MissingExtraError: aiofiles is not installed.
     """
     try:
@@ -93,7 +93,7 @@ async def read_prompts(path: Path) -> AsyncIterator[tuple[int, Prompt]]:
                     yield number, parse_prompt(line)
     except PromptError as error:
         raise PromptError(f"{escaped(path)}:{number}: {error}") from error
-    except (OSError, ValueError) as error:  # no text, or a zero byte in the path
+    except (OSError, ValueError) as error:  # not text, or a zero byte in the path
         raise PromptError(f"{escaped(path)}: cannot be read: {escaped(error)}") from error
 
 
@@ -101,11 +101,11 @@ def parse_prompt(line: str) -> Prompt:
     """Return the prompt that one JSON object describes.
 
     Raises:
-        PromptError: says what is wrong with the line.
+        PromptError: the line is not a prompt; the message says why.
     """
     try:
         raw = json.loads(line)
-    except (ValueError, RecursionError) as error:  # nested too deep, too
+    except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
         raise PromptError(f"not JSON: {escaped(error)}") from None
     if not isinstance(raw, dict) or len(raw) != 1 or not raw.keys() <= _PARSERS.keys():
         got = quoted(sorted(raw)) if isinstance(raw, dict) else type(raw).__name__
@@ -117,15 +117,16 @@ def parse_prompt(line: str) -> Prompt:
 
 
 def distinct_prefixes(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """Return the indices of the prompts that are no prefix of another one.
+    """Return the indices of the prompts that are not a prefix of another one.
 
-    In sorted order, so that prompts with a common beginning are neighbours; of equal prompts the
-    first one stands for all. O(n log n) comparisons.
+    In sorted order, so that prompts with a common beginning are neighbours; of equal prompts, only
+    the first is returned. O(n log n) comparisons.
     """
     # As big-endian bytes, the order of strings is the order of token lists, at the speed of C.
     packed = [np.asarray(tokens, ">u4").tobytes() for tokens in prompts]
     order = sorted(range(len(prompts)), key=lambda index: (packed[index], -index))
-    # In this order whatever begins with a prompt follows it without a gap: one look ahead will do.
+    # In this order, all prompts that begin with a prompt follow it directly: comparing neighbours
+    # is enough.
     kept = [one for one, after in pairwise(order) if not packed[after].startswith(packed[one])]
     return kept + order[-1:]
 
@@ -158,7 +159,7 @@ def _parse_messages(value: object) -> Prompt:
 def _require_unicode(text: str) -> None:
     try:
         text.encode()
-    except UnicodeEncodeError:  # half of a pair, which JSON can say and no tokenizer reads
+    except UnicodeEncodeError:  # a lone surrogate: JSON can express it, no tokenizer accepts it
         raise PromptError(f"not valid Unicode: {quoted(text)}") from None
 
 

@@ -1,1 +1,1 @@
-"""What only the benchmarks need."""
+"""Modules that only the benchmarks use."""

@@ -1,4 +1,4 @@
-"""What `bench_dma` measured: a table of the figures that copies are judged by, and a plot."""
+"""Reports of `bench_dma`: a table of the figures that have targets, and a plot."""
 
 import statistics
 from collections.abc import Callable, Iterable
@@ -12,7 +12,7 @@ _MANY_RUNS = 256
 
 
 def summary(machine: Row, rows: list[Row], beside: list[Row]) -> str:
-    """Return the table: of every figure the target, the median case and the worst one."""
+    """Return the table: target, median case and worst case of every figure."""
     chosen = [row for row in rows if row["method"] == "chosen" and row["layout"] != "single"]
     large = [row for row in chosen if _run_bytes(row) >= _LARGE_RUN_BYTES]
     many = [row for row in chosen if row["run_count"] >= _MANY_RUNS]

@@ -1,4 +1,4 @@
-"""What `bench_dma` copies: pages and chunks of all sizes, in registered caches and slots."""
+"""The cases of `bench_dma`: pages and chunks of all sizes, in registered caches and slots."""
 
 import argparse
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ GAP_BYTES = 512
 
 @dataclass(frozen=True)
 class Shape:
-    """What is copied at once."""
+    """The chunks of one copy."""
 
     layout: str
     page_bytes: int
@@ -44,7 +44,7 @@ class Shape:
 
 
 def shapes(options: argparse.Namespace) -> Iterator[Shape]:
-    """Pages and chunks of all sizes in every layout, then single pages by their number."""
+    """Return pages and chunks of all sizes in every layout, then single pages by number."""
     total_bytes = options.mib << 20
     for layout in options.layouts:
         for page_kib in options.pages:

@@ -1,4 +1,4 @@
-"""An engine for `bench.step`: vLLM's objects and the order of its scheduler's calls, no model."""
+"""An engine for `bench.step`: vLLM's objects and its scheduler's order of calls, but no model."""
 
 import os
 import random
@@ -35,11 +35,11 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """How many requests come, and how they are computed."""
+    """The rate of requests, and how they are computed."""
 
     name: str
     arrival_steps: int
-    """One request comes, and one goes, every so many steps; 0: none does."""
+    """One request arrives, and one ends, every so many steps; 0: never."""
     budget_tokens: int
     """Prompt tokens that one step computes at most."""
 

@@ -1,10 +1,10 @@
-"""The parties of `bench_peers.py`, each behind the same few calls.
+"""The tiers that `bench_peers.py` compares, each behind the same few calls.
 
 A file tier moves chunks between a pool in host memory and files, several requests at once:
 
     store(run)  write all chunks of the pool under the keys of the run; returns when all are visible
-    cool()      forget what memory knows of earlier runs
-    load(run)   read them into the pool; returns when all have arrived
+    cool()      drop the chunks of earlier runs from memory
+    load(run)   read the chunks into the pool; returns when all have arrived
 """
 
 import itertools
@@ -40,11 +40,11 @@ __all__ = [
 
 STALL_SECONDS = 30.0
 CAPACITY = "32GiB"
-"""Of our tier; much more than is written, as on a server, so that segments have their full size."""
+"""Our tier's; much more than is written, as on a server, so that segments have their full size."""
 
 
 class Load:
-    """What a file tier has to move: chunks of one size, divided into requests."""
+    """The load of a file tier: chunks of one size, divided into requests."""
 
     def __init__(self, chunk_bytes: int, chunk_count: int, request_count: int) -> None:
         self.chunk_bytes = chunk_bytes
@@ -198,7 +198,7 @@ class TierstoreFiles:
             self._stack.finish_offload(reservation)
             self._loop.pump()
         if not self._loop.settle(lambda: not self._stack.has_work(), STALL_SECONDS):
-            raise RuntimeError("tierstore: the write queue does not move")
+            raise RuntimeError("tierstore: the write queue makes no progress")
         size = self._load.chunk_bytes
         self._digests = [self._digest_of_slot[slot * PAGE_BYTES // size] for slot in stored]
 

@@ -1,6 +1,6 @@
 """The indices of `bench_peers.py`, each behind the same few calls.
 
-An index does what the scheduler of an engine asks of a cache in memory, and moves no bytes.
+An index answers an engine's scheduler for a cache in memory. It moves no bytes.
 """
 
 from collections.abc import Sequence

@@ -1,17 +1,18 @@
-"""LMCache's tiers on local disk, as parties of `bench_peers.py`.
+"""LMCache's tiers on local disk, for `bench_peers.py`.
 
-LMCache runs in two ways. As a server of its own, which it recommends, it keeps chunks in a pool and
-hands them to an adapter: `fs` is Python with aiofiles, `fs_native` is C++ with threads of its own.
-In one process with the engine, deprecated by now, there is `LocalDiskBackend`, here `disk`. All
-are driven by the calls that LMCache itself makes. What its server adds, an index of the chunks
-and messages between processes, is left out. None of this needs a GPU.
+LMCache runs in two modes. As a separate server, the recommended mode, it keeps chunks in a pool and
+passes them to an adapter: `fs` is Python with aiofiles, `fs_native` is C++ with its own threads.
+In the engine's process, a deprecated mode, it uses `LocalDiskBackend`, here `disk`. All are driven
+by the calls that LMCache itself makes. The server's index of chunks and its messages between
+processes are left out. None of this needs a GPU.
 
-All keep one file per chunk, without checksums. `disk` has a capacity, and an index in memory that a
-restart loses; `fs` has no capacity, and `fs_native` is given none. Threads are what each has by
-default: 4, those of `fs` as many as asyncio starts, but one chunk of a request at a time.
+All store one file per chunk, without checksums. `disk` has a capacity, and an index in memory that
+a restart loses; `fs` has no capacity, and `fs_native` is given none. Each has its default number of
+threads: 4; for `fs` as many as asyncio starts, but one chunk of a request at a time.
 
-Each is measured as it comes, through the page cache, where a store is over when the bytes are in
-memory, and as `direct` with its own setting `use_odirect`, the work that the other parties do.
+Each is measured with default settings, through the page cache, where a store ends when the bytes
+are in memory, and as `direct` with its setting `use_odirect`, which does the same work as the
+other tiers.
 """
 
 import importlib
@@ -131,12 +132,12 @@ class LmcacheAdapter:
             yield keys[part], self._objects[part]
 
     def _turns(self, event_fd: int, waiting: set[int]) -> Iterator[None]:
-        """Come back each time that tasks may have ended, until none is waited for."""
+        """Yield whenever tasks may have ended, until none is pending."""
         poller = select.poll()
         poller.register(event_fd, select.POLLIN)
         while waiting:
             if not poller.poll(STALL_SECONDS * 1000):
-                raise RuntimeError(f"{self.name}: does not move")
+                raise RuntimeError(f"{self.name}: makes no progress")
             os.eventfd_read(event_fd)
             yield
 

@@ -1,1 +1,1 @@
-"""The control half of the tiers: what is where, who is pinned, who goes next."""
+"""The control half of the tiers: where chunks are, which are pinned, which are evicted next."""

@@ -1,7 +1,7 @@
-"""The way down into one secondary tier: what its admission is told, and what it lets through.
+"""The way down into one secondary tier: its admission, and the demotes that the admission asks for.
 
-resident, touched, next to leave   -> Admission: which of these chunks should go down?
-                                   -> Demotes: pinned, placed, written, recorded
+resident, touched, next victims   -> Admission: which of these chunks should be demoted?
+                                  -> Demotes: pinned, placed, written, recorded
 """
 
 from collections.abc import Collection, Sequence
@@ -22,7 +22,7 @@ _UNBOUNDED_BYTES = 1 << 62
 
 
 class Cascade:
-    """The admission of one secondary tier, and the demotes that follow from it. One thread."""
+    """The admission of one secondary tier, and its demotes. One thread."""
 
     def __init__(
         self,
@@ -36,38 +36,38 @@ class Cascade:
         counters: Counters,
         movements: MovementLog | None = None,
     ) -> None:
-        """Share the tiers with the stack; `demotes` tells the same admission what it has taken."""
+        """Share the tiers with the stack; `demotes` reports to the same admission."""
         self.name = name
         """The tier's name."""
         self._admission = admission
         self.demotes = demotes
-        """What goes down, and has gone."""
+        """The chunks being demoted, and those that failed."""
         self._primary = primary
         self._secondary = secondary
         self.health = health
-        """What is known of the tier's device."""
+        """The health of the tier's device."""
         self._counters = counters
         self._movements = movements
         self.loss_count = 0
-        """How often payload was found gone."""
+        """How often payload was found missing."""
 
     @property
     def needs_use(self) -> bool:
-        """Whether the admission goes by the uses that it is told."""
+        """Whether the admission wants the context of each use."""
         return self._admission.needs_use
 
     @property
     def records_victims(self) -> bool:
-        """Whether chunks go down when they are about to leave the primary tier."""
+        """Whether chunks are demoted when they are about to be evicted from the primary tier."""
         return self._admission.admits_victims
 
     @property
     def is_awaited(self) -> bool:
-        """Whether to wait until the tier has taken chunks: not while it is out of use."""
+        """Whether callers should wait for the tier's writes: not while it is out of use."""
         return self.health.is_writable
 
     def room_bytes(self) -> int:
-        """Return how much more may become resident before demotes are dropped."""
+        """Return how many more bytes may become resident before demotes are dropped."""
         if not self._admission.admits_arrivals or not self.is_awaited:
             return _UNBOUNDED_BYTES
         return self.demotes.queue.room_bytes
@@ -81,7 +81,7 @@ class Cascade:
             self.demotes.request(group_idx, admitted, use)
 
     def on_promoted(self, keys: Sequence[OffloadKey], use: UseContext = UNKNOWN_USE) -> None:
-        """Take note of chunks that came from this very tier."""
+        """Take note of chunks that were promoted from this tier."""
         self._admission.on_promoted(keys, use)
 
     def on_touched(self, keys: Sequence[OffloadKey], use: UseContext = UNKNOWN_USE) -> None:
@@ -91,13 +91,13 @@ class Cascade:
             self.demotes.request_groups(admitted, use)
 
     def on_evicted(self, keys: Sequence[OffloadKey]) -> None:
-        """Take note of chunks that left the primary tier."""
+        """Take note of chunks that were evicted from the primary tier."""
         self.demotes.forget(keys)
         lost_count = self._admission.on_evicted(keys)
         self._counters.add(Metric.DROPPED_DEMOTES, lost_count, label="evicted_before_written")
 
     def on_forgotten(self, keys: Collection[OffloadKey]) -> None:
-        """Take note of chunks that a reset has forgotten and that no transfer holds any more."""
+        """Take note of chunks that a reset has removed and that no transfer holds any more."""
         self.demotes.forget(keys)
         self._admission.on_withdrawn(keys)
 
@@ -107,9 +107,9 @@ class Cascade:
             self._movements.erased(self.name, keys)
 
     def record_victims(self, coldest: Sequence[OffloadKey]) -> int:
-        """Demote those of the next victims that need it; return how many would be lost now.
+        """Demote the next victims that are not recorded; return how many would be lost now.
 
-        None, if the tier is out of use: losing them is better than waiting for it.
+        Returns 0 if the tier is out of use: losing chunks is better than waiting for it.
         """
         if not self.records_victims:
             return 0
@@ -125,26 +125,23 @@ class Cascade:
         self._counters.add(Metric.HIT_CHUNKS, chunk_count, label=self.name)
 
     def cancel(self) -> None:
-        """Give up all demotes and forget all chunks (reset): none of them is to be found."""
+        """Cancel all demotes and forget all chunks (reset): none of them may be found."""
         self.demotes.cancel()
         self.forget_resident()
 
     def forget_resident(self) -> None:
-        """Forget what was known of chunks in memory; demotes on their way go on (reset)."""
+        """Forget what is known of chunks in memory (reset); demotes in flight continue."""
         self._admission.reset(self.demotes.queue.in_flight)
         self.demotes.forget_failures()
 
     def on_catalog_lost(self) -> None:
-        """Take note that the tier's records are gone: what is in memory is to be recorded again."""
-        if not self.records_victims:  # the next flush asks such a tier for all of them
+        """Take note that the tier's records are gone: chunks in memory are recorded again."""
+        if not self.records_victims:  # with such a tier, the next flush records all of them
             self.demotes.request_lost_records(self._admitted_keys())
         self._admission.on_records_lost(self.demotes.queue.in_flight)
 
     def hear_losses(self) -> bool:
-        """Take note of payload that is gone, with records: return whether there was any.
-
-        What is in memory is to be written again.
-        """
+        """Return whether payload was lost since the last call; then write resident chunks again."""
         is_lost = self._secondary.take_lost()
         if is_lost:
             self.loss_count += 1
@@ -153,5 +150,5 @@ class Cascade:
         return is_lost
 
     def _admitted_keys(self) -> list[OffloadKey]:
-        """Return the chunks in memory that the tier was asked to record, the hottest first."""
+        """Return the chunks in memory that the admission has let through, hottest first."""
         return self._admission.admitted(self._primary.coldest(len(self._primary))[::-1])

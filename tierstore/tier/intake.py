@@ -1,9 +1,9 @@
-"""How chunks come into the primary tier, from an engine or from a secondary tier.
+"""How chunks enter the primary tier, from an engine or from a secondary tier.
 
-reserve    slots, for which others are evicted    all tiers are told of those that left
-commit     the bytes are there: resident          all tiers are told, and may record them
-abort      the bytes did not come                 the slots are free again
-detach     the bytes may still come, late         the key is absent, its slot is kept
+reserve    slots, evicting other chunks           all tiers are told of the evicted chunks
+commit     the bytes have arrived: resident       all tiers are told, and may record them
+abort      the bytes did not arrive               the slots are free again
+detach     the bytes may still arrive, late       the key is absent, its slot is kept
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ PRIMARY_NAME = "primary"
 
 
 class Intake:
-    """Reserves, commits and aborts slots, and tells the other tiers of it. One thread."""
+    """Reserves, commits and aborts slots, and tells the other tiers. One thread."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Intake:
     def reserve(
         self, group_idx: int, tail_first: Sequence[OffloadKey], use: UseContext = UNKNOWN_USE
     ) -> IntArray | None:
-        """Reserve slots for chunks of one prefix, answered head first; None: there is no room."""
+        """Reserve slots for chunks of one prefix; return them head first, or None: no room."""
         if not tail_first:
             return None
         reservation = self._primary.reserve(group_idx, tail_first, use=use)
@@ -68,9 +68,9 @@ class Intake:
         source_idx: int | None = None,
         use: UseContext = UNKNOWN_USE,
     ) -> None:
-        """Make chunks of one prefix, given head first, resident, and let them go down.
+        """Make chunks of one prefix, given head first, resident, and offer them to the tiers.
 
-        `source_idx` is the tier that they came from, if any.
+        `source_idx` is the tier that they were promoted from, if any.
         """
         if not keys:
             return
@@ -85,13 +85,13 @@ class Intake:
                 cascade.on_resident(group_idx, keys, use)
 
     def abort(self, keys: Sequence[OffloadKey]) -> None:
-        """Give the slots of chunks back that did not come."""
+        """Free the slots of chunks that did not arrive."""
         self._primary.abort(keys)
         if self._movements is not None:
             self._movements.lost(keys)
 
     def detach(self, keys: Sequence[OffloadKey]) -> list[int]:
-        """Make arriving chunks absent whose bytes may still come; return their slots."""
+        """Make arriving chunks absent, though their bytes may still arrive; return their slots."""
         slots = self._primary.detach(keys)
         if self._movements is not None:
             self._movements.lost(keys)

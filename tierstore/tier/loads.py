@@ -1,4 +1,4 @@
-"""Loads: chunks that are pinned in memory, or promoted into it, so that their bytes can be read."""
+"""Loads: chunks that are pinned in memory, or promoted to it, so that their bytes can be read."""
 
 import dataclasses
 from collections import Counter
@@ -104,7 +104,7 @@ class Loads:
             self._uses.release(pinned, reservation.use)
 
     def retry(self, reservation: LoadReservation, done: TransferDone) -> LoadReservation | None:
-        """Reserve what a finished load did not bring from later tiers (`TierStack.retry_load`)."""
+        """Reserve the failed chunks of a load from later tiers (`TierStack.retry_load`)."""
         tried = reservation.failed_tiers(done.failed)
         if all(tier_idx == self._promotions.last_tier_idx for tier_idx in tried.values()):
             return None
@@ -121,7 +121,7 @@ class Loads:
         counts: Counter[int] = Counter()
         for group_idx, keys in groups:
             counts[group_idx] += len(keys)
-        # The quicker question first: as if what is resident had to come, too.
+        # The quicker check first: count resident chunks as if they needed slots, too.
         if self._primary.has_room(counts):
             return True
         resident: list[OffloadKey] = []
@@ -133,13 +133,13 @@ class Loads:
         return self._primary.has_room(counts, resident)
 
     def _pin_found(self, keys: Sequence[OffloadKey]) -> list[int | None]:
-        """Do as `PrimaryTier.pin_resident` with the chunks that can be found."""
+        """Do as `PrimaryTier.pin_resident`, but treat stale chunks as absent."""
         slots = self._locator.slots(keys)
         self._primary.pin([key for key, slot in zip(keys, slots, strict=True) if slot is not None])
         return slots
 
     def _reserve_promotes(self, found: Sequence[Promote], use: UseContext) -> list[Promote] | None:
-        """Give every promote its slots; None: there is no room, and nothing was changed."""
+        """Give every promote its slots; None: there is no room, and nothing is reserved."""
         reserved: list[Promote] = []
         for promote in found:
             slots = self._intake.reserve(promote.group_idx, promote.keys[::-1], use)
@@ -149,6 +149,6 @@ class Loads:
                 return None
             reserved.append(dataclasses.replace(promote, slots=slots))
         for promote in reserved:
-            # Not before all of them have their slots: it pins victims, for which room was promised.
+            # After all promotes have their slots: this pins victims, which the promotes may evict.
             self._victims.demote_ahead(promote.group_idx, len(promote.keys))
         return reserved

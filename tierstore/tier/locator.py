@@ -1,4 +1,4 @@
-"""Where chunks are: the primary tier's index and the catalogs as one place to ask."""
+"""Where chunks are: one lookup over the primary tier's index and the catalogs."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -13,7 +13,7 @@ __all__ = ["Locator"]
 
 
 class Locator:
-    """Answers questions and changes nothing, touches nothing."""
+    """Looks up chunks, without changing or touching them."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Locator:
         return [None if key in self._stale else slot for key, slot in zip(keys, slots, strict=True)]
 
     def resident(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Return those of some keys that are resident."""
+        """Return the resident ones of some keys."""
         return [key for key, slot in zip(keys, self.slots(keys), strict=True) if slot is not None]
 
     def is_busy(self, key: OffloadKey) -> bool:
@@ -63,7 +63,7 @@ class Locator:
         )
 
     def busy(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Return those of some keys of which `is_busy` holds."""
+        """Return those of some keys for which `is_busy` holds."""
         return [key for key in keys if self.is_busy(key)] if self.is_any_busy(keys) else []
 
     def states(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
@@ -85,10 +85,10 @@ class Locator:
     def look_ahead(
         self, keys: Sequence[OffloadKey], tried: Mapping[OffloadKey, int] = NONE_TRIED
     ) -> list[Callable[[], None]]:
-        """Begin to look up what tiers will be asked for next; return what waits for that.
+        """Start the lookups that tiers will be asked for next; return functions that wait for them.
 
-        All tiers are asked, also those below the first that has a chunk: the first may hang. Of a
-        chunk in `tried` only those below the tier that was tried last.
+        All tiers are asked, also those after the first that has a chunk, since the first may hang.
+        For a chunk in `tried`, only the tiers after the one that was tried last are asked.
         """
         missing = list(self.indices_of_new(keys))
         waits: list[Callable[[], None]] = []
@@ -100,10 +100,10 @@ class Locator:
         return waits
 
     def states_in_step(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
-        """Return where each chunk is, as far as that can be found out at once.
+        """Return where each chunk is, as far as that is known without waiting.
 
-        As `states`, but of many chunks that are not in the primary tier, those that a catalog was
-        not asked about yet are *arriving*: ask again in the next step.
+        As `states`, but if many chunks are not in the primary tier, those that a catalog has not
+        looked up yet are *arriving*: ask again in the next step.
         """
         states = self._local_states(keys)
         self._ask_tiers(keys, states, _absent(states))
@@ -112,20 +112,21 @@ class Locator:
     def states_of_run(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
         """Return where the chunks of a prefix are, head first, as `states_in_step` does.
 
-        Up to the first absent one at least; what is behind it may be left out or said absent.
+        Covers at least the chunks up to the first absent one. Those after it may be left out, or
+        be reported as absent.
         """
         head = self._resident_count(keys)
         if head == len(keys):
             return [ChunkState.RESIDENT] * head
         states = [ChunkState.RESIDENT] * head
-        # The first one says nearly always that nothing is recorded.
+        # If nothing is recorded, which is usual, the first one shows it.
         first = self.states_in_step(keys[head : head + 1])
         if first == [ChunkState.ABSENT]:
             return states + first
         rest = keys[head:]
         found = self._local_states(rest)
         missing = _absent(found)
-        # A few more do not need the thread: to wait for a step is for those with much to read.
+        # A few keys are answered in this step; only a long run has to wait for the next one.
         for asked in (missing[:ASKED_AT_ONCE_MAX], missing[ASKED_AT_ONCE_MAX:]):
             self._ask_tiers(rest, found, asked)
             if any(found[i] is ChunkState.ABSENT for i in asked):

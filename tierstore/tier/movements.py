@@ -1,14 +1,14 @@
-"""What came to the tiers and what left them, in order: the source of KV events.
+"""Which chunks entered and left the tiers, in order: the source of KV events.
 
-    reserved      arriving   then `describe`, by the engine that knows what the chunk holds
+    reserved      arriving   then `describe`, by the engine, which knows what the chunk holds
     committed     came       to the primary tier, with its description
-    recorded      recorded   in a secondary tier; the chunk is still in the primary tier then
-    dropped       lost       it never came
+    recorded      recorded   in a secondary tier; the chunk is then still in the primary tier
+    dropped       lost       it never arrived
     evicted       left       the primary tier; its description is forgotten
-    erased        erased     its record was evicted or found worthless; it may be of another engine
+    erased        erased     its record was evicted or removed; it may be another engine's record
 
-A description is kept as long as its chunk is arriving or resident, so their number is that of the
-slots.
+A description is kept while its chunk is arriving or resident, so there are at most as many
+descriptions as slots.
 """
 
 from collections.abc import Sequence
@@ -21,15 +21,15 @@ __all__ = ["Movement", "MovementLog"]
 
 @dataclass(frozen=True, slots=True)
 class Movement:
-    """Chunks that came or went together."""
+    """Chunks that entered or left a tier together."""
 
     keys: tuple[OffloadKey, ...]
-    """Of one prefix head first, where they came."""
+    """Of one prefix, head first, if they entered."""
     is_there: bool
     tier_name: str | None = None
     """The secondary tier; None: the primary tier."""
     descriptions: tuple[object, ...] = ()
-    """What is known of each chunk, None where nothing is; empty for records that went."""
+    """The description of each chunk, or None; empty for erased records."""
 
 
 class MovementLog:
@@ -45,19 +45,19 @@ class MovementLog:
         self._is_stopped = False
 
     def stop(self) -> None:
-        """Note nothing from now on, and forget what was noted: there is no reader."""
+        """Stop logging, and discard the log: there is no reader."""
         self._is_stopped = True
         self._changes.clear()
         self._undescribed.clear()
         self._descriptions.clear()
 
     def arriving(self, keys: Sequence[OffloadKey]) -> None:
-        """Note chunks whose slots were reserved a moment ago."""
+        """Note chunks whose slots were just reserved."""
         if not self._is_stopped:
             self._undescribed.update(dict.fromkeys(keys))
 
     def take_undescribed(self) -> list[OffloadKey]:
-        """Return the chunks that started to arrive since the last call, and still do."""
+        """Return the chunks that were reserved since the last call and are still arriving."""
         taken = list(self._undescribed)
         self._undescribed.clear()
         return taken
@@ -67,7 +67,7 @@ class MovementLog:
         self._descriptions[key] = description
 
     def lost(self, keys: Sequence[OffloadKey]) -> None:
-        """Note chunks that were arriving and never came."""
+        """Note chunks that were arriving, but never arrived."""
         for key in keys:
             self._undescribed.pop(key, None)
             self._descriptions.pop(key, None)
@@ -78,19 +78,19 @@ class MovementLog:
             self._came(keys, None)
 
     def left(self, keys: Sequence[OffloadKey]) -> None:
-        """Note chunks that cannot any more."""
+        """Note chunks that can no longer be loaded from the primary tier."""
         if keys:
             forget = self._descriptions.pop
             known = tuple(forget(key, None) for key in keys)
             self._note(Movement(tuple(keys), is_there=False, descriptions=known))
 
     def recorded(self, tier_name: str, keys: Sequence[OffloadKey]) -> None:
-        """Note resident chunks that a secondary tier has, too, from now on."""
+        """Note resident chunks that a secondary tier also has from now on."""
         if keys:
             self._came(keys, tier_name)
 
     def erased(self, tier_name: str, keys: Sequence[OffloadKey]) -> None:
-        """Note records that a secondary tier has lost, of whatever namespace."""
+        """Note records that a secondary tier has lost, of any namespace."""
         if keys:
             self._note(Movement(tuple(keys), is_there=False, tier_name=tier_name))
 

@@ -1,4 +1,4 @@
-"""Opening the control half of all configured tiers, as far as their devices allow it."""
+"""Opens the control half of all configured tiers, as far as their devices allow it."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -32,7 +32,7 @@ __all__ = ["TierMaker", "check_tiers", "open_stack", "open_tiers"]
 AnyTier = TypeVar("AnyTier", bound=SecondaryTier)
 
 _OPEN_SECONDS_MAX = 10.0
-"""Devices are waited for so long; then their tiers are opened in the background."""
+"""How long to wait for devices; after that, tiers are opened in the background."""
 _CHECK_CLOSE_SECONDS = 5.0
 """For a tier that is closed again at once."""
 
@@ -46,7 +46,7 @@ class TierMaker(Protocol):
     def __call__(
         self, config: SecondaryConfig, manifest: Manifest, *, tier_idx: int, rank_count: int
     ) -> SecondaryTier:
-        """Describe a tier, which is not open yet.
+        """Return a tier that is not open yet.
 
         Raises:
             ConfigError, MissingExtraError: the configuration cannot work.
@@ -65,15 +65,15 @@ def open_stack(
     lookup_seconds_max: float | None = None,
     make_tier: TierMaker | None = None,
 ) -> TierStack:
-    """Open the control half of all configured tiers; `movements` is told what comes and goes.
+    """Open the control half of all configured tiers; `movements` logs what enters and leaves them.
 
-    A tier whose device fails, hangs or is kept by a stopped process (`tier.disk.outage`) is not
-    open until it can be (`SecondaryTier.is_open`); the others are used.
+    A tier whose device fails, hangs or is held by a stopped process (`tier.disk.outage`) is opened
+    as soon as possible (`SecondaryTier.is_open`); the others are used meanwhile.
 
-    `lookup_seconds_max` bounds for how long a lookup of places hangs (None: as a read). `clock`
-    measures for how long a record that failed is not offered; tests give their own, and an
-    `open_system` that lets a device fail. `make_tier` makes the tiers (None: as each one's `tier`
-    says).
+    `lookup_seconds_max` bounds how long a lookup of places may hang (None: as long as a read).
+    `clock` measures how long a record stays hidden after a failed read. Tests pass their own clock,
+    and an `open_system` that makes a device fail. `make_tier` makes the tiers (None: as each
+    one's `tier` says).
 
     Raises:
         ConfigError, MissingExtraError: a capacity is too small, or a key file or a plug-in cannot
@@ -176,8 +176,8 @@ def _cascades(
     movements: MovementLog | None,
 ) -> list[Cascade]:
     # Write-behind pins at most half of the primary tier, so that there is room to offload; the
-    # configured queue alone could pin a small one whole. One chunk at least, or none would ever
-    # be written.
+    # configured queue alone could pin all of a small tier. The queue takes at least one chunk, or
+    # nothing would ever be written.
     share_bytes = config.primary.capacity_bytes // (2 * max(1, len(config.secondary)))
     queue_bytes_min = max((group.chunk_bytes for group in groups), default=0)
     cascades: list[Cascade] = []
@@ -214,8 +214,8 @@ def _cascades(
 def check_tiers(config: StoreConfig, manifest: Manifest, *, rank_count: int) -> None:
     """Raise what `open_stack` would raise, for a process that does not need the tiers itself.
 
-    Creates the directories of tiers on disk, as `open_stack` does; leaves nothing open, but for
-    what hangs in its device.
+    Creates the directories of secondary tiers, as `open_stack` does. Leaves nothing open, except a
+    tier whose device hangs.
 
     Raises:
         ConfigError: a capacity is too small, a key file or a plug-in cannot be used, or a path
@@ -237,9 +237,9 @@ def check_tiers(config: StoreConfig, manifest: Manifest, *, rank_count: int) -> 
 
 
 def open_tiers(tiers: Sequence[AnyTier]) -> Sequence[AnyTier]:
-    """Open tiers, or none of them. Side by side: one that hangs takes as long as all of them.
+    """Open all tiers or none, concurrently: several that hang take no longer than one.
 
-    One whose device fails, or does not answer for long, is used as soon as it can be opened
+    A tier whose device fails or does not answer in time is opened in the background
     (`SecondaryTier.is_open`).
 
     Raises:
@@ -284,7 +284,7 @@ def _records(
     counters: Counters,
     clock: Clock,
 ) -> list[ReadableRecords]:
-    """Return by tier what can be read; its hung reads may hold a share of the primary tier."""
+    """Return the readable records of each tier, with the bound of what its hung reads may hold."""
     return [
         ReadableRecords(
             secondary,

@@ -1,4 +1,4 @@
-"""Promotes: finding records for missing chunks, and settling what came of reading them."""
+"""Promotes: finds records for missing chunks, and settles the results of reading them."""
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -28,12 +28,12 @@ class _LatePart:
 
     promote: Promote
     indices: tuple[int, ...]
-    """Of the chunks, as `TransferDone.failed` counts them."""
+    """The indices of the chunks in `TransferDone.failed`."""
     keys: tuple[OffloadKey, ...]
     slots: tuple[int, ...]
     """Detached: a hung read may still write to them."""
     unwanted: set[OffloadKey]
-    """Keys whose bytes are worthless even if they come (reset)."""
+    """Keys whose bytes are discarded even if they arrive (reset)."""
     use: UseContext
 
 
@@ -67,7 +67,7 @@ class Promotions:
         self._counters = counters
         self._clock = clock
         self._begun: dict[JobId, float] = {}
-        """When loads that are not answered began."""
+        """Start times of loads that are not answered yet."""
         self._late: dict[JobId, list[_LatePart]] = {}
 
     @property
@@ -81,10 +81,10 @@ class Promotions:
         missing: Sequence[OffloadKey],
         tried: Mapping[OffloadKey, int] = NONE_TRIED,
     ) -> tuple[list[Promote], Sequence[OffloadKey]]:
-        """Find keys in the tiers, with slots yet to be given; also return those that are nowhere.
+        """Find keys in the tiers. Return promotes without slots, and the keys that no tier has.
 
         One read transaction per tier that has to be asked. `tried` names the tier that failed to
-        bring a chunk: it and those above are not asked again, even if they are in use again.
+        load a chunk: it and the tiers before it are not asked again, even if they have recovered.
         """
         promotes: list[Promote] = []
         for tier_idx, records in enumerate(self._records):
@@ -120,9 +120,9 @@ class Promotions:
             self._records[promote.tier_idx].health.begin_read()
 
     def finish(self, reservation: LoadReservation, done: TransferDone) -> None:
-        """Commit what arrived, drop what failed, take late chunks off their slots.
+        """Commit the chunks that arrived, drop the failed ones, detach late ones from their slots.
 
-        A late chunk is absent from memory: another tier, or the engine, may bring it.
+        A late chunk is absent from memory: another tier may load it, or the engine computes it.
         """
         late: list[_LatePart] = []
         begun_at, use = self._begun.pop(reservation.job_id), reservation.use
@@ -140,7 +140,7 @@ class Promotions:
             self._late[reservation.job_id] = late
 
     def finish_late(self, done: TransferDone) -> bool:
-        """Settle what missed its deadline; False: the job has nothing late."""
+        """Settle chunks that missed their deadline; False: the job has no late chunks."""
         parts = self._late.pop(done.job_id, None)
         if parts is None:
             return False
@@ -153,7 +153,7 @@ class Promotions:
         return bool(self._late)
 
     def reset(self) -> None:
-        """Let nothing that is late become resident."""
+        """Keep late chunks from becoming resident."""
         for parts in self._late.values():
             for part in parts:
                 part.unwanted.update(part.keys)
@@ -170,7 +170,7 @@ class Promotions:
     def _judge(
         self, promote: Promote, first: int, failed: Mapping[int, FailureReason], begun_at: float
     ) -> None:
-        """Tell what the answer to a promote says of its tier's device."""
+        """Report the outcome of a promote to the health of its tier."""
         indices = range(first, first + len(promote.keys))
         reasons = [failed[i] for i in indices if i in failed] if failed else []
         arrived_count = len(indices) - len(reasons)
@@ -183,9 +183,9 @@ class Promotions:
         failed: Mapping[int, FailureReason],
         use: UseContext,
     ) -> _LatePart:
-        """Settle the chunks of a promote that have come or failed; return those that are late.
+        """Settle the chunks of a promote that arrived or failed; return the late ones.
 
-        Its chunks have the indices from `first` in `failed`.
+        The indices of its chunks in `failed` start at `first`.
         """
         records = self._records[promote.tier_idx]
         arrived: list[OffloadKey] = []
@@ -210,7 +210,7 @@ class Promotions:
         return _LatePart(promote, tuple(late), keys, slots, unwanted, use)
 
     def _finish_late_part(self, part: _LatePart, failed: Mapping[int, FailureReason]) -> None:
-        """Let come what still can; give the other slots back."""
+        """Make the late chunks that arrived resident; free the slots of the others."""
         promote = part.promote
         records = self._records[promote.tier_idx]
         reasons = [failed[i] for i in part.indices if i in failed]
@@ -235,11 +235,11 @@ class Promotions:
     def _blame(
         self, records: ReadableRecords, lost: Mapping[OffloadKey, FailureReason | None]
     ) -> None:
-        """Count chunks that were not read; None: it was, and is not wanted any more."""
+        """Count chunks that could not be read; None: it was read, but is no longer wanted."""
         reasons = {key: reason for key, reason in lost.items() if reason is not None}
         for reason in reasons.values():
             self._counters.add(Metric.MISSES, label=reason.value)
-        if self._stale:  # after a reset the record is another one, or none
+        if self._stale:  # after a reset the record is another one, or does not exist
             reasons = {key: why for key, why in reasons.items() if key not in self._stale}
         records.fail(reasons)
 
@@ -250,7 +250,7 @@ class Promotions:
         lost: Sequence[OffloadKey],
         use: UseContext,
     ) -> None:
-        """Commit the chunks that came, give the slots of the others back."""
+        """Commit the chunks that arrived, free the slots of the others."""
         secondary = self._secondaries[promote.tier_idx]
         if lost:
             self._intake.abort(lost)

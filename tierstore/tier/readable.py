@@ -1,9 +1,9 @@
-"""The records of one tier that are worth reading now.
+"""The records of one tier that can be read now.
 
 A record may be in the catalog and still be unreadable: its read hangs, has just failed, or was
-never begun because the tier stands still. The tier then answers *absent* for a while, so that
-another tier is asked, or the chunk is computed and stored again. All lookups of records pass here:
-other reasons not to ask a tier belong here, too.
+never begun because the tier makes no progress. The tier then answers *absent* for a while, so that
+another tier is asked, or the chunk is computed and stored again. All lookups of records go through
+this module. Add further reasons not to ask a tier here.
 """
 
 from collections import OrderedDict
@@ -21,19 +21,19 @@ from tierstore.transfer import FailureReason, Place
 __all__ = ["HIDDEN_SECONDS", "STALLED_SECONDS", "ReadableRecords"]
 
 HIDDEN_SECONDS = 30.0
-"""How long a record is not offered after its read failed: long enough to outlast a short failure of
+"""How long a record stays hidden after its read failed: long enough to outlast a short failure of
 the device, short enough to serve hits after it."""
 
 STALLED_SECONDS = 2.0
 """The same for a record whose read was never begun: it may be sound."""
 
-# Removing at the first failure lost: a short failure of the device would empty the tier. Keeping
-# unreadable records lost: they would be found, and fail, at every request.
+# Rejected: removing a record at its first failure (a short failure of the device would empty the
+# tier), and keeping unreadable records (they would be found, and fail, at every request).
 _FAILURES_MAX = 2
-"""A record that could not be read so often is removed: its device may be sound, it is not."""
+"""A record whose read failed this often is removed: the record is damaged, not the device."""
 
 _REMEMBERED_MAX = 1 << 14
-"""Failures beyond these are forgotten, the oldest first: their records are offered again."""
+"""The oldest failures beyond these are forgotten: their records are offered again."""
 
 _WORTHLESS = (FailureReason.ABSENT, FailureReason.CORRUPT)
 _UNREADABLE = (FailureReason.IO_ERROR, FailureReason.FULL)
@@ -41,10 +41,10 @@ _UNREADABLE = (FailureReason.IO_ERROR, FailureReason.FULL)
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """What is known of a record that was not read."""
+    """The failures of one record."""
 
     count: int
-    """Reads that failed; 0: it was never tried."""
+    """Reads that failed; 0: no read was begun."""
     hidden_until: float
 
 
@@ -61,9 +61,9 @@ class ReadableRecords:
         hung_bytes_max: int,
         on_removed: Callable[[Sequence[OffloadKey]], None],
     ) -> None:
-        """Share the tier; beyond `hung_bytes_max` of slots held by hung reads it is not asked.
+        """Share the tier, which is not asked while hung reads hold more than `hung_bytes_max`.
 
-        `on_removed` is told of records that are removed because they cannot be read.
+        `on_removed` is called with records that are removed because they cannot be read.
         """
         self._secondary = secondary
         secondary.tell_of_hidden(self._count_hidden)
@@ -71,7 +71,7 @@ class ReadableRecords:
         self._counted: set[OffloadKey] = set()
         """Chunks that could not be looked up, and were counted as missed."""
         self.health = health
-        """What is known of the tier's device: what it does not let through is absent."""
+        """The health of the tier's device; chunks beyond what it allows are absent."""
         self._was_readable = True
         self._clock = clock
         self._hung_bytes_max = hung_bytes_max
@@ -81,7 +81,7 @@ class ReadableRecords:
         self._failures: OrderedDict[OffloadKey, _Failure] = OrderedDict()
 
     def locate(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
-        """Do as `SecondaryTier.locate`; None also for what cannot be read now."""
+        """Do as `SecondaryTier.locate`; None also for records that cannot be read now."""
         asked = self._askable(keys)
         if asked is keys:
             return self._secondary.locate(keys)
@@ -89,12 +89,12 @@ class ReadableRecords:
         return [places.get(key) for key in keys]
 
     def look_ahead(self, keys: Sequence[OffloadKey]) -> Callable[[], None] | None:
-        """Do as `SecondaryTier.look_ahead`, for what `locate` would ask for."""
+        """Do as `SecondaryTier.look_ahead`, for the keys that `locate` would ask for."""
         asked = self._askable(keys)
         return self._secondary.look_ahead(asked) if asked else None
 
     def states(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
-        """Do as `SecondaryTier.states`; absent is also what cannot be read now."""
+        """Do as `SecondaryTier.states`; records that cannot be read now are absent, too."""
         asked = self._askable(keys)
         if asked is keys:
             return self._secondary.states(keys)
@@ -102,7 +102,7 @@ class ReadableRecords:
         return [states.get(key, ChunkState.ABSENT) for key in keys]
 
     def hang(self, keys: Sequence[OffloadKey], slot_bytes: int) -> None:
-        """Take note of reads that hold slots of so many bytes together and do not end."""
+        """Take note of reads that hang; their slots have `slot_bytes` bytes in total."""
         self._hung.update(keys)
         self.health.hang(len(keys))
         self._hung_bytes += slot_bytes
@@ -110,16 +110,16 @@ class ReadableRecords:
     def end_hang(
         self, keys: Sequence[OffloadKey], slot_bytes: int, failed: Sequence[FailureReason]
     ) -> None:
-        """Take note that reads that hung have ended, and why some of them failed."""
+        """Take note that hung reads have ended, and why some of them failed."""
         self._hung.difference_update(keys)
         self._hung_bytes -= slot_bytes
         self.health.end_hang(len(keys), failed)
 
     def fail(self, reasons: Mapping[OffloadKey, FailureReason]) -> None:
-        """Take note of records that were not read; remove those that are worthless.
+        """Take note of records that were not read; remove those that are absent or damaged.
 
-        Reasons that say nothing of the record or its device are ignored. While the tier is out of
-        use, its device is to blame and no record.
+        Reasons that concern neither the record nor its device are ignored. While the tier is out
+        of use, failures are the device's, and no record is removed for them.
         """
         worthless: list[OffloadKey] = []
         count_max = _FAILURES_MAX if self.health.is_readable else _FAILURES_MAX - 1
@@ -146,9 +146,9 @@ class ReadableRecords:
                 self._failures.pop(key, None)
 
     def give_way(self, keys: Iterable[OffloadKey]) -> None:
-        """Remove the records that could not be read of chunks that are in memory again.
+        """Remove unreadable records of chunks that are in memory again.
 
-        Otherwise the tier would treat them as recorded and not write them.
+        Otherwise the tier would treat the chunks as recorded and not write them.
         """
         if not self._failures:
             return
@@ -159,7 +159,7 @@ class ReadableRecords:
         self.succeed(key for key, count in counts.items() if count)
 
     def reset(self) -> None:
-        """Forget failures, since the records are forgotten; hung reads go on hanging."""
+        """Forget failures, since the records are gone; hung reads still count."""
         self._failures.clear()
 
     def _remove(self, keys: Sequence[OffloadKey]) -> None:
@@ -177,7 +177,7 @@ class ReadableRecords:
         count_max = self.health.read_count_max()
         is_readable = self.health.is_readable
         if is_readable and not self._was_readable:
-            self._failures.clear()  # they were the device's
+            self._failures.clear()  # the device caused them, not the records
         self._was_readable = is_readable
         if not count_max or self._hung_bytes > self._hung_bytes_max:
             self._count_hidden(keys, FailureReason.STALLED)
@@ -199,7 +199,7 @@ class ReadableRecords:
         return askable
 
     def _count_hidden(self, keys: Sequence[OffloadKey], reason: FailureReason) -> None:
-        """Count chunks that the tier may have and that cannot be looked up, each once."""
+        """Count chunks that the tier may have, but that cannot be looked up, each once."""
         fresh = set(keys).difference(self._counted)
         if fresh:
             self._counters.add(Metric.MISSES, len(fresh), label=reason.value)

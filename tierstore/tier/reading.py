@@ -1,4 +1,4 @@
-"""A question to a tier that another thread asks: its answer comes when it comes."""
+"""A read of a catalog that another thread runs, and its answer."""
 
 import logging
 from collections.abc import Callable
@@ -16,7 +16,7 @@ Answer = TypeVar("Answer")
 
 
 class Reading(Generic[Answer]):
-    """One read, and what came of it."""
+    """One read, and its result or error."""
 
     def __init__(self, call: Callable[[], Answer]) -> None:
         self._call = call
@@ -25,7 +25,7 @@ class Reading(Generic[Answer]):
         self.is_done = False
 
     def run(self) -> None:
-        """Do it, in the thread."""
+        """Run the read, in the thread."""
         try:
             self._answer.append(self._call())
         except TierStoreError as error:
@@ -40,7 +40,7 @@ class Reading(Generic[Answer]):
         """Return the answer, or raise what the read raised.
 
         Raises:
-            BackendError: it is not done.
+            BackendError: the read is not done yet.
         """
         if not self.is_done:
             raise BackendError("its catalog does not answer; check the health of the device")

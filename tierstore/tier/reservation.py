@@ -1,4 +1,4 @@
-"""What the tier stack answers: where chunks are, and what was set aside for a transfer."""
+"""Answers of the tier stack: where chunks are, and what is reserved for a transfer."""
 
 from collections.abc import Collection, Mapping, Sequence
 from enum import IntEnum
@@ -14,7 +14,7 @@ from tierstore.transfer import IntArray, JobId, Promote
 __all__ = ["NONE_TRIED", "ChunkState", "LoadReservation", "OffloadReservation", "untried"]
 
 NONE_TRIED: Mapping[OffloadKey, int] = MappingProxyType({})
-"""No tier has failed to bring any chunk."""
+"""No tier has failed to load any chunk."""
 
 
 class ChunkState(IntEnum):
@@ -29,7 +29,7 @@ class ChunkState(IntEnum):
     """In a primary slot; can be loaded."""
 
 
-# Named tuples, since each call of the index makes one: frozen dataclasses take 0.4 us longer.
+# Named tuples, since each call of the index creates one: frozen dataclasses take 0.4 us longer.
 
 
 class OffloadReservation(NamedTuple):
@@ -37,7 +37,7 @@ class OffloadReservation(NamedTuple):
 
     group_idx: int
     indices: Sequence[int]
-    """Positions in the asked keys, ascending."""
+    """Positions in the requested keys, ascending."""
     keys: tuple[OffloadKey, ...]
     slots: IntArray
     use: UseContext = UNKNOWN_USE
@@ -49,9 +49,9 @@ class LoadReservation(NamedTuple):
 
     job_id: JobId
     keys: tuple[tuple[OffloadKey, ...], ...]
-    """Per asked group, in the order asked: all of its keys, or those that could be had."""
+    """Per requested group, in order: all of its keys, or those that can be loaded."""
     slots: tuple[IntArray, ...]
-    """Of the keys."""
+    """The slots of `keys`."""
     promotes: tuple[Promote, ...]
     pinned: tuple[OffloadKey, ...]
     """The chunks that were resident already, head first."""
@@ -67,7 +67,7 @@ class LoadReservation(NamedTuple):
         pinned: tuple[OffloadKey, ...],
         use: UseContext = UNKNOWN_USE,
     ) -> Self:
-        """Fill in the slots that promotes were given; `groups` are keys with those they had."""
+        """Merge the slots of resident keys (`groups`) with those of the promotes."""
         given: dict[OffloadKey, int] = {}
         for promote in promotes:
             given.update(zip(promote.keys, promote.slots.tolist(), strict=True))
@@ -82,7 +82,7 @@ class LoadReservation(NamedTuple):
         return cls(job_id, tuple(all_keys), tuple(all_slots), tuple(promotes), pinned, use)
 
     def failed_tiers(self, failed: Collection[int]) -> dict[OffloadKey, int]:
-        """Return the chunks that did not come (`TransferDone.failed`), each with its tier."""
+        """Return the chunks that did not arrive (`TransferDone.failed`), each with its tier."""
         promoted = [(key, promote.tier_idx) for promote in self.promotes for key in promote.keys]
         return dict(promoted[i] for i in failed)
 
@@ -90,5 +90,5 @@ class LoadReservation(NamedTuple):
 def untried(
     keys: Sequence[OffloadKey], tried: Mapping[OffloadKey, int], tier_idx: int
 ) -> Sequence[OffloadKey]:
-    """Return the chunks that a tier may be asked for: no later one was asked, nor itself."""
+    """Return the chunks that neither this tier nor a later one has been asked for."""
     return [key for key in keys if tried.get(key, -1) < tier_idx] if tried else keys

@@ -1,6 +1,6 @@
-"""All tiers of one engine, as one place to ask and one place to reserve.
+"""All tiers of one engine behind one interface for lookups and reservations.
 
-The stack is the control plane below the planner and the embedded store: it knows keys, slots and
+The stack is the control plane below the planner and the embedded store: it handles keys, slots and
 places, never bytes. It takes no lock and is called by one thread.
 """
 
@@ -40,7 +40,7 @@ _logger = bounded(logging.getLogger(__name__))
 
 _CLOSE_SECONDS = 5.0
 _WAITING_SHARE = 0.75
-"""Of the time of a close, for the threads of a catalog; the rest is for its file."""
+"""The share of a close's time for the threads of a catalog; the rest is for its file."""
 
 
 class TierStack:
@@ -58,7 +58,7 @@ class TierStack:
         clock: Clock,
         movements: MovementLog | None = None,
     ) -> None:
-        """Take over the tiers; secondary ones, and what belongs to each, in the config's order."""
+        """Take over the tiers; sequences are in the configuration's order of secondary tiers."""
         self._groups = groups
         self._primary = primary
         self._secondaries = secondaries
@@ -97,16 +97,16 @@ class TierStack:
         )
 
     def close(self, timeout_seconds: float = _CLOSE_SECONDS) -> None:
-        """Finish the catalogs' queues and close them, side by side; idempotent.
+        """Finish the catalogs' queues and close them, concurrently; idempotent.
 
-        Returns after `timeout_seconds` at the latest: catalogs that hang are left to their threads.
+        Returns after at most `timeout_seconds`: catalogs that hang are left to their threads.
         """
         closes = [
             partial(secondary.close, timeout_seconds * _WAITING_SHARE)
             for secondary in self._secondaries
         ]
         if not run_side_by_side(closes, "tierstore-close", timeout_seconds):
-            _logger.error("catalogs hang at close: their threads go on closing them")
+            _logger.error("catalogs hang at close: their threads continue to close them")
 
     @property
     def primary(self) -> PrimaryTier:
@@ -128,11 +128,11 @@ class TierStack:
         return JobId(next(self._job_ids))
 
     def states(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
-        """Return where each chunk is; changes nothing, touches nothing (`Locator.states`)."""
+        """Return where each chunk is, without changing or touching it (`Locator.states`)."""
         return self._locator.states(keys)
 
     def states_in_step(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
-        """Return where each chunk is, as far as is known at once (`Locator.states_in_step`)."""
+        """Return where each chunk is, as far as it is known now (`Locator.states_in_step`)."""
         return self._locator.states_in_step(keys)
 
     def states_of_run(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
@@ -142,7 +142,7 @@ class TierStack:
     def look_ahead(
         self, keys: Sequence[OffloadKey], tried: Mapping[OffloadKey, int] = NONE_TRIED
     ) -> list[Callable[[], None]]:
-        """Begin to look up what is asked for next (`Locator.look_ahead`)."""
+        """Start the lookups that are needed next (`Locator.look_ahead`)."""
         return self._locator.look_ahead(keys, tried)
 
     def match_prefix(self, keys: Sequence[OffloadKey]) -> int:
@@ -151,7 +151,7 @@ class TierStack:
 
     @property
     def needs_use(self) -> bool:
-        """Whether a policy or an admission goes by uses; if not, callers leave them out."""
+        """Whether a policy or an admission wants uses; if not, callers omit them."""
         return self._primary.needs_use or any(cascade.needs_use for cascade in self._cascades)
 
     def touch(self, keys: Sequence[OffloadKey], *, use: UseContext = UNKNOWN_USE) -> None:
@@ -168,8 +168,8 @@ class TierStack:
     ) -> OffloadReservation:
         """Reserve slots for chunks that are not in the primary tier yet.
 
-        Chunks of one prefix come head first. What finds no room (pins) is left out from the tail
-        and counted; chunks that are resident already are touched.
+        The chunks are of one prefix, head first. If pins leave too little room, chunks are omitted
+        from the tail and counted. Chunks that are resident already are touched.
         """
         chosen, tail_first = keys, keys[::-1]
         indices: Sequence[int] = range(len(keys))
@@ -222,37 +222,37 @@ class TierStack:
         """Pin resident chunks and reserve slots for recorded ones.
 
         `groups` are (group index, keys head first, each once). None: a chunk is absent or arriving
-        (`partial`: it is left out instead), or pins leave no room for all of them; nothing was
-        changed then, but for evictions. `tried`: as `Promotions.find`.
+        (with `partial`, it is omitted instead), or pins leave no room for all of them. Then nothing
+        has changed, except that chunks may have been evicted. `tried`: as `Promotions.find`.
         """
         return self._loads.reserve(groups, partial=partial, tried=tried, use=use)
 
     def finish_load(self, reservation: LoadReservation, done: TransferDone) -> None:
-        """Take the answer to a load or promote: unpin, commit what came, drop what failed.
+        """Take the answer to a load or promote: unpin, commit arrived chunks, drop failed ones.
 
-        Chunks that missed their deadline are absent from then on, but a hung read may still write
-        to their slots: a second answer of the same job, given to `complete`, settles them.
+        Chunks that missed their deadline are absent from now on, but a hung read may still write
+        to their slots: a second answer of the same job, passed to `complete`, settles them.
         """
         self._loads.finish(reservation, done)
 
     def retry_load(
         self, reservation: LoadReservation, done: TransferDone
     ) -> LoadReservation | None:
-        """Reserve again what a finished load did not bring, from later tiers that have it.
+        """Reserve the chunks that a finished load did not bring from later tiers that have them.
 
-        As `reserve_load` with `partial`. None: no later tier has any of it, or there is no room.
+        As `reserve_load` with `partial`. None: no later tier has any of them, or there is no room.
         """
         return self._loads.retry(reservation, done)
 
     def has_room(self, groups: Sequence[tuple[int, Sequence[OffloadKey]]]) -> bool:
         """Return whether `reserve_load` would find room for these chunks now.
 
-        Of every resident or recorded chunk: True holds until the next call that changes something.
+        The chunks must be resident or recorded. True holds until the next call that changes state.
         """
         return self._loads.has_room(groups)
 
     def could_hold(self, counts: Mapping[int, int]) -> bool:
-        """Return whether so many chunks per group have room if nothing else holds any."""
+        """Return whether so many chunks per group fit if nothing else holds room."""
         return self._primary.could_hold(counts)
 
     @property
@@ -293,7 +293,7 @@ class TierStack:
         return self._victims.demote_resident(tier_idx, keys)
 
     def busy(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Return those of some chunks that come or go when a transfer ends."""
+        """Return those of some chunks whose state changes when a transfer ends."""
         return self._locator.busy(keys)
 
     def has_work(self) -> bool:
@@ -304,16 +304,16 @@ class TierStack:
     def is_healing(self) -> bool:
         """Return whether chunks in memory wait for a tier that is out of use.
 
-        The caller then asks for `commands` now and then: trials go with them.
+        The caller then calls `commands` from time to time: they include trials of the tier.
         """
         return any(cascade.demotes.is_healing for cascade in self._cascades)
 
     def reset(self, manifest: Manifest, *, keeps_records: bool = False) -> None:
-        """Forget all chunks in all tiers (the weights changed); those to come are `manifest`'s.
+        """Forget all chunks in all tiers (the weights changed); new ones belong to `manifest`.
 
-        Chunks that a transfer holds are unreachable from now on and forgotten when it ends.
-        `keeps_records`: only what is in memory or on its way there is forgotten; `manifest` is
-        the same as before, and what is being demoted will be recorded.
+        Chunks that a transfer holds are unreachable from now on and forgotten when it ends. With
+        `keeps_records`, only chunks that are resident or arriving are forgotten; `manifest` is
+        unchanged, and demotes in flight are still recorded.
         """
         for cascade in self._cascades:
             if keeps_records:

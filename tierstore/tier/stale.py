@@ -10,21 +10,21 @@ __all__ = ["StaleChunks"]
 
 
 class StaleChunks:
-    """They are neither found nor used, and forgotten when their last transfer ends. One thread."""
+    """Chunks that are not found or used, and forgotten after their last transfer. One thread."""
 
     def __init__(self, primary: PrimaryTier, cascades: Sequence[Cascade]) -> None:
-        """Share the tiers, which are told of what is forgotten."""
+        """Share the tiers; cascades are told of forgotten chunks."""
         self._primary = primary
         self._cascades = cascades
         self.keys: set[OffloadKey] = set()
-        """A plain set, the same one always: to ask whether it is empty costs no call."""
+        """Always the same plain set, so that callers test it for emptiness without a call."""
 
     def add(self, keys: Iterable[OffloadKey]) -> None:
         """Make chunks that transfers hold unreachable."""
         self.keys.update(keys)
 
     def take_arrived(self, keys: Sequence[OffloadKey]) -> set[int]:
-        """Return the indices of stale chunks among some that have arrived; they are stale no more.
+        """Return the indices of the stale ones among arrived chunks, and forget them.
 
         The caller drops them.
         """
@@ -33,7 +33,7 @@ class StaleChunks:
         return indices
 
     def forget_released(self) -> None:
-        """Forget those that no transfer holds any more."""
+        """Forget stale chunks that no transfer holds any more."""
         if self.keys:
             arriving = self._primary.arriving.keys()
             held = self._primary.discard(self.keys - arriving)

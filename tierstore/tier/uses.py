@@ -1,4 +1,4 @@
-"""Telling every tier that chunks in memory were used again."""
+"""Tells every tier that chunks in memory were used again."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ __all__ = ["Uses"]
 
 
 class Uses:
-    """A use counts in memory, with each tier's admission, and for the record on disk."""
+    """Passes uses to the memory tier, to each tier's admission, and to the records on disk."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Uses:
     ) -> None:
         for cascade in self._cascades:
             cascade.on_touched(keys, use)
-        # Now, although the record is not read: to touch it when its chunk leaves memory would be
-        # cheaper, but a restart would forget which prefixes were hot.
+        # Touch the record at once, although it is not read. Touching it when its chunk leaves
+        # memory would be cheaper, but after a restart the hot prefixes would be unknown.
         for secondary in self._secondaries:
             secondary.touch(tail_first, use=use)

@@ -1,4 +1,4 @@
-"""Recording the next victims of the primary tier before their slots are needed."""
+"""Records the next victims of the primary tier before their slots are needed."""
 
 from collections.abc import Sequence
 
@@ -11,12 +11,12 @@ from tierstore.tier.stale import StaleChunks
 __all__ = ["Victims"]
 
 _AHEAD = 2
-"""The victims of the next reservations are recorded, by this many times the size of the last one.
-Recording at eviction lost: a reservation would wait for a write."""
+"""How many victims are recorded ahead, as a multiple of the last reservation's size. Recording at
+eviction was rejected: a reservation would wait for a write."""
 
 
 class Victims:
-    """Asks the tiers whose admission takes victims (`on_evict`) for those that leave next."""
+    """Asks tiers whose admission takes victims (`on_evict`) to record the next ones."""
 
     def __init__(
         self,
@@ -33,11 +33,11 @@ class Victims:
         self._is_wanted = any(cascade.records_victims for cascade in cascades)
 
     def demote_for(self, tier_idx: int, group_idx: int, count: int) -> int:
-        """Ask a tier for the chunks that `count` new ones would evict.
+        """Ask a tier to record the chunks that `count` new ones would evict.
 
-        Returns how many of them are not recorded yet: 0 means that they can go without loss. Looks
-        past what other tiers or loads have pinned now: what a tier that hangs has pinned stays in
-        memory, and others go in its place.
+        Returns how many of them are not recorded yet; with 0, they can be evicted without loss.
+        Skips chunks that other tiers or loads have pinned: those stay in memory, however long a
+        tier hangs, and others are evicted instead.
         """
         cascade = self._cascades[tier_idx]
         shortage = count - self._primary.free_count(group_idx)
@@ -47,13 +47,13 @@ class Victims:
         return cascade.record_victims([key for key in victims if key not in self._stale])
 
     def demote_ahead(self, group_idx: int, count: int) -> None:
-        """Ask every tier for the victims of the next reservations, by the size of the last one."""
+        """Ask every tier to record the next victims; `count` is the last reservation's size."""
         if count and self._is_wanted:
             shortage = _AHEAD * count - self._primary.free_count(group_idx)
             self.demote_coldest(max(0, shortage))
 
     def demote_coldest(self, count: int) -> int:
-        """Ask every tier for the `count` coldest chunks; return how many are not recorded yet."""
+        """Ask every tier to record the `count` coldest chunks; return how many are not recorded."""
         if not count or not self._is_wanted:
             return 0
         coldest = self._primary.coldest(count)
@@ -62,7 +62,7 @@ class Victims:
         return sum(cascade.record_victims(coldest) for cascade in self._cascades)
 
     def demote_resident(self, tier_idx: int, keys: Sequence[OffloadKey]) -> int:
-        """Ask a tier for those of some chunks that are in memory.
+        """Ask a tier to record those of some chunks that are in memory.
 
         Returns how many of them are not recorded yet.
         """

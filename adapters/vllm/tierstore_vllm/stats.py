@@ -20,7 +20,7 @@ __all__ = ["StatsSource", "TierStorePromMetrics", "TierStoreStats"]
 
 
 _GAUGES = {metric.metric_name for metric in Metric if metric.kind == "gauge"}
-"""Shown from the beginning, since an alarm cannot tell 0 from no gauge."""
+"""Exported from the start, since an alert cannot distinguish 0 from a missing gauge."""
 
 
 @dataclass
@@ -51,15 +51,15 @@ class StatsSource:
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
-        self._change_count = -1  # what gauges stand at is said before anything has changed
+        self._change_count = -1  # so that gauges are reported before anything has changed
         self._reported: Mapping[str, float] = {}
 
     def take(self) -> TierStoreStats | None:
-        """Return what was counted since the last call; None when nothing was."""
+        """Return what was counted since the last call, or None."""
         change_count = self._counters.change_count
         if change_count == self._change_count:  # as in nearly every step
             return None
-        # Read before the sums: a change in between is seen again, and adds nothing then.
+        # Read before the sums: a change in between triggers another report, without increments.
         self._change_count = change_count
         before, self._reported = self._reported, self._counters.snapshot()
         data = {

@@ -1,8 +1,8 @@
 """Prefill prompts through vLLM's offline engine, so that later engines find them on disk.
 
-The engine is an ordinary one with the connector; what it offloads is what a server would. Between
-batches the warm-up waits until everything is written: nothing is dropped because the engine
-computes faster than the disk writes.
+The engine is an ordinary one with the connector, and offloads the same chunks as a server. Between
+batches the warm-up waits until everything is written, so that no chunk is dropped although the
+engine computes faster than the disk writes.
 """
 
 import time
@@ -23,10 +23,10 @@ __all__ = ["WarmupReport", "warm_up"]
 
 _COUNTER_PREFIX = "vllm:tierstore_"
 _STALL_SECONDS = 10.0
-"""The writers are given up when nothing was written for this long."""
+"""The warm-up stops waiting for writes when nothing was written for this long."""
 
 _FIRST_BATCH_TOKENS = 4096
-"""Bounds the first batch, after which the bytes per token are known."""
+"""Bound of the first batch, which shows how many bytes a token takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class WarmupReport:
 
     prompt_count: int
     prefill_count: int
-    """Prompts that are no prefix of another one."""
+    """Prompts that are not a prefix of another one."""
     token_count: int
     """Tokens of the prompts that were prefilled."""
     computed_token_count: int
@@ -48,7 +48,7 @@ class WarmupReport:
 
     @property
     def lost_chunk_count(self) -> int:
-        """Chunks that were computed but are not on every tier that should have them."""
+        """Chunks that were computed, but are missing on a tier that should have them."""
         return self.total(Metric.DROPPED_DEMOTES) + self.total(Metric.REFUSED_OFFLOADS)
 
 
@@ -60,8 +60,8 @@ def warm_up(
 ) -> WarmupReport:
     """Prefill every distinct prefix once, and wait until it is stored.
 
-    `config` is one of `patient_config`. `report_progress` is given (prefills done, prefills in
-    all), first with 0 done.
+    `config` comes from `patient_config`. `report_progress` is called with (prefills done, total),
+    first with 0 done.
 
     Raises:
         PromptError: a prompt does not fit the model; names its line.
@@ -82,7 +82,7 @@ def warm_up(
 
 
 class _Warmup:
-    """A running engine, and what it has done so far."""
+    """A running engine, and its counts so far."""
 
     def __init__(self, llm: LLM, config: StoreConfig) -> None:
         self._llm = llm
@@ -112,13 +112,13 @@ class _Warmup:
 
     def _needed(self, prompts: list[list[int]]) -> list[int]:
         if self._llm.llm_engine.vllm_config.model_config.is_hybrid:
-            # The state of linear attention is kept where a prefill ended, so that a prompt within
-            # another one is found only if it was prefilled itself.
+            # The state of linear attention is kept at the end of a prefill only. A prompt that is a
+            # prefix of another one is therefore a hit only if it was prefilled itself.
             return sorted({tuple(prompt): index for index, prompt in enumerate(prompts)}.values())
         return distinct_prefixes(prompts)
 
     def _batch_token_count(self) -> int:
-        """Bound a batch to a quarter of the memory that its chunks wait in."""
+        """Bound a batch to a quarter of the memory in which its chunks wait to be written."""
         offloaded_bytes = _total(self._counters(), Metric.OFFLOADED_BYTES)
         if not offloaded_bytes:
             return _FIRST_BATCH_TOKENS
@@ -136,10 +136,10 @@ class _Warmup:
             self._computed_token_count += length - (output.num_cached_tokens or 0)
 
     def _settle(self) -> None:
-        """Wait until every offloaded chunk is written, or nothing moves any more.
+        """Wait until every offloaded chunk is written, or writes make no progress.
 
-        vLLM reports a connector's statistics with the outputs of a step, so a tiny request is
-        asked again and again; less than a block, it is never stored.
+        vLLM reports a connector's statistics with the outputs of a step, so a tiny request is sent
+        repeatedly. It has less than one block and is never stored.
         """
         tiers = [
             tier.name
@@ -182,7 +182,7 @@ def _take(prompts: Iterable[list[int]], token_count_max: int) -> Iterable[list[i
 
 
 def _token_lists(llm: LLM, prompts: Sequence[tuple[int, Prompt]]) -> list[list[int]]:
-    """Tokenise as vLLM's server does, and refuse what does not fit the model."""
+    """Tokenise as vLLM's server does, and refuse prompts that do not fit the model."""
     tokenizer = llm.get_tokenizer()
     model_config = llm.llm_engine.vllm_config.model_config
     length_max, vocabulary = model_config.max_model_len - 1, model_config.get_vocab_size()

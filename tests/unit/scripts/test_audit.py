@@ -24,8 +24,8 @@ UNKNOWN = {"name": "numpy", "skip_reason": "Dependency not found"}
     ("output", "errors", "status", "expected"),
     [
         (report(package("numpy")), "", 0, "audit: 1 packages, 0 known vulnerabilities"),
-        (report(package("numpy", ("CVE-1", ["2"]))), "", 1, "numpy 1.0: CVE-1, mended in 2"),
-        (report(package("numpy", ("CVE-1", []))), "", 1, "CVE-1, mended in no version yet"),
+        (report(package("numpy", ("CVE-1", ["2"]))), "", 1, "numpy 1.0: CVE-1, fixed in 2"),
+        (report(package("numpy", ("CVE-1", []))), "", 1, "CVE-1, fixed in no version yet"),
         (report(package("lmdb"), UNKNOWN), "", 0, "audit: skipped numpy: not known"),
         (
             report(UNKNOWN),

@@ -53,7 +53,7 @@ def test_a_process_that_fails_says_nonsense_or_hangs_is_a_finding():
         assert found.ended == 1
         assert words in found.problems[0]
     (found,) = reliability.run(experiment_of("import time; time.sleep(999)", seconds=0.5), None)
-    assert (found.ended, "no end within" in found.problems[0]) == (1, True)
+    assert (found.ended, "did not end within" in found.problems[0]) == (1, True)
     assert not reliability.is_sound(found)
 
 

@@ -251,7 +251,7 @@ def test_what_lacks_members_is_refused_by_their_names(plug_in, opened):
         opened(plug_in.config(tier=name))
     assert "has no change_count, check, close, " in str(caught.value)
     assert "is_open" not in str(caught.value)
-    assert str(caught.value).endswith("tierstore.tier.secondary.SecondaryTier says")
+    assert str(caught.value).endswith("must implement tierstore.tier.secondary.SecondaryTier")
 
 
 @OPENERS

@@ -1,1 +1,1 @@
-"""Weights of LoRA adapters: what their chunks are told apart by."""
+"""LoRA adapters: chunks are identified by the weights of their adapter."""

@@ -1,10 +1,10 @@
-"""Sees which weights a worker really computes with when a request names a LoRA adapter.
+"""Observes which weights a worker really computes with when a request names a LoRA adapter.
 
-vLLM tells a connector an adapter's name and path, never its weights. Files do not tell them either:
-a worker reads them when it first needs them, drops them when it needs the room, reads them again,
-or is told to reload them under the same name. So each rank wraps the two methods of vLLM's own LoRA
-manager through which all of that goes, and digests what was loaded, in memory. A digest of the
-files, in the scheduler, would not show when a worker read them.
+vLLM gives a connector an adapter's name and path, but not its weights. The files do not identify
+them either: a worker reads them when it first needs them, drops the weights when it needs the room,
+reads the files again, or is told to reload them under the same name. So each rank wraps the two
+methods of vLLM's LoRA manager that do all of this, and digests the loaded weights in memory. A
+digest of the files, taken by the scheduler, would not show when a worker read them.
 """
 
 import functools
@@ -35,7 +35,7 @@ __all__ = ["ADAPTER_COUNT_MAX", "LoraWatch", "digest_adapter", "file_states"]
 _logger = bounded(logging.getLogger(__name__))
 
 ADAPTER_COUNT_MAX = 4096
-"""Adapters that a rank tells of; requests of further ones are not cached."""
+"""Adapters that a rank reports; requests of further ones are not cached."""
 
 _UNKNOWN = b""
 
@@ -46,19 +46,19 @@ _CONFIG_NAMES = (
     "lora_dtype",
     "target_modules",
 )
-"""Settings that decide what an adapter's weights do to the KV cache."""
+"""Settings that determine how an adapter's weights affect the KV cache."""
 
 _FileStates = tuple[tuple[str | int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """What was last loaded under one `lora_int_id`."""
+    """The adapter that was last loaded under one `lora_int_id`."""
 
     adapter: Adapter
     digest: bytes
     files: _FileStates | None
-    """As they were before and after they were read; None: they changed, or are none."""
+    """Their states before and after reading; None: they changed, or there are no local files."""
 
 
 class LoraWatch:
@@ -70,15 +70,15 @@ class LoraWatch:
         self._manager: LRUCacheWorkerLoRAManager | None = None
         self._loaded: dict[int, _Loaded] = {}
         self._told: dict[Adapter, tuple[int, bytes]] = {}
-        """The id under which each adapter was last used, and the digest that was told."""
+        """The id under which each adapter was last used, and its last reported digest."""
         self._uses: list[AdapterUse] = []
         self._logged: set[str] = set()
-        """Classes of the exceptions that an adapter's digest has ended in."""
+        """Classes of exceptions from digests that were already logged."""
 
     def open(self) -> None:
-        """Begin to watch; before the engine can be asked to load an adapter."""
+        """Start watching, before the engine can be asked to load an adapter."""
         if self._config.enable_tower_connector_lora:
-            # vLLM keeps what an adapter made of a picture under the adapter's name alone.
+            # vLLM caches an adapter's image embeddings by the adapter's name only.
             _logger.warning("requests of LoRA adapters are not cached: enable_tower_connector_lora")
             return
         missing = missing_names(LORA_NAMES)
@@ -95,12 +95,12 @@ class LoraWatch:
         _watches.discard(self)
 
     def take(self) -> list[AdapterUse]:
-        """Return what is new since the last call."""
+        """Return the reports since the last call."""
         uses, self._uses = self._uses, []
         return uses
 
     def tell_all(self) -> None:
-        """Tell of every adapter again: what was told was forgotten."""
+        """Report every adapter again: the scheduler half has forgotten earlier reports."""
         self._uses += [
             AdapterUse(self._rank, adapter, digest) for adapter, (_, digest) in self._told.items()
         ]
@@ -108,8 +108,8 @@ class LoraWatch:
     def holds(self, claim: AdapterClaim) -> bool:
         """Return whether a request of this adapter will be computed with the weights it claims.
 
-        Those in memory are known. Those that were dropped are read again, so the files must be as
-        they were; a stat of each says so.
+        Weights in memory are known. Dropped ones will be read again, so the files must be
+        unchanged; this is checked by a stat of each.
         """
         loaded = self._loaded.get(claim.lora_int_id)
         if loaded is None or loaded.digest != claim.digests.get(self._rank):
@@ -120,7 +120,7 @@ class LoraWatch:
         return is_same and loaded.adapter == claim.adapter
 
     def watches(self, manager: "LRUCacheWorkerLoRAManager") -> bool:
-        """Return whether this manager is that of the watch's engine; a process may have several."""
+        """Return whether this manager belongs to the watch's engine; a process may have several."""
         return manager.lora_config is self._config
 
     def on_load(
@@ -130,12 +130,12 @@ class LoraWatch:
         model: "LoRAModel",
         files: _FileStates | None,
     ) -> None:
-        """Take note that `model` was read for `request`, from files that were `files` before."""
+        """Take note that `model` was read for `request`; `files` are the states before reading."""
         adapter = Adapter.of(request)
         digest = _UNKNOWN
         try:
             digest = digest_adapter(request, model, self._config)
-        except Exception as error:  # noqa: BLE001 - below it is vLLM's step
+        except Exception as error:  # noqa: BLE001 - must not fail vLLM's step
             self._log(adapter, error)
         if files != file_states(adapter.path):
             files = None
@@ -144,7 +144,7 @@ class LoraWatch:
         self._loaded[request.lora_int_id] = _Loaded(adapter, digest, files)
         while len(self._loaded) > ADAPTER_COUNT_MAX:
             del self._loaded[next(iter(self._loaded))]
-        # Requests that run under this id go on with the new weights, whatever they call them.
+        # Requests that run under this id continue with the new weights, under any adapter name.
         others = [other for other, (i, _) in self._told.items() if i == request.lora_int_id]
         for told in {adapter, *others}:
             self._tell(told, request.lora_int_id, digest)
@@ -155,18 +155,18 @@ class LoraWatch:
             self._logged.add(cause)
             _logger.warning(
                 "requests of a LoRA adapter are not cached: name=%s cause=%s "
-                "(further ones are not told of)",
+                "(further ones of this kind are not logged)",
                 adapter.name,
                 named(error),
             )
 
     def on_use(self, request: "LoRARequest") -> None:
-        """Take note that requests of this adapter are computed from now on."""
+        """Take note that a request of this adapter is about to be computed."""
         adapter = Adapter.of(request)
         loaded = self._loaded.get(request.lora_int_id)
         if loaded is not None:
             self._tell(adapter, request.lora_int_id, loaded.digest)
-        elif adapter in self._told:  # not one of those that vLLM warms up with
+        elif adapter in self._told:  # excludes the dummy adapters of vLLM's warm-up
             self._tell(adapter, request.lora_int_id, _UNKNOWN)
 
     def _tell(self, adapter: Adapter, lora_int_id: int, digest: bytes) -> None:
@@ -179,12 +179,12 @@ class LoraWatch:
 
 
 def digest_adapter(request: "LoRARequest", model: "LoRAModel", config: "LoRAConfig") -> bytes:
-    """Digest all that decides what a loaded adapter does to a model; 16 bytes.
+    """Return a digest of everything that determines a loaded adapter's effect; 16 bytes.
 
-    Takes every attribute that vLLM gives an adapter and its layers, but for the adapter's number.
+    Covers every attribute that vLLM gives an adapter and its layers, except the adapter's number.
 
     Raises:
-        TypeError: an attribute is of a kind that is not known.
+        TypeError: an attribute has an unknown type.
     """
     digest = xxhash.xxh3_128()
     _feed(digest, {name: getattr(config, name, None) for name in _CONFIG_NAMES})
@@ -194,7 +194,7 @@ def digest_adapter(request: "LoRARequest", model: "LoRAModel", config: "LoRAConf
 
 
 def _feed(digest: "xxhash.xxh3_128", value: object) -> None:
-    """Digest a value so that no two different ones give the same bytes."""
+    """Feed a value to a digest, encoded so that different values give different bytes."""
     import torch
 
     kind = type(value).__qualname__
@@ -223,7 +223,7 @@ def _feed(digest: "xxhash.xxh3_128", value: object) -> None:
 
 
 def file_states(path: str) -> _FileStates | None:
-    """Describe a folder's files by what changes when they do; None: it is no local folder."""
+    """Return the stat fields of a folder's files that show changes; None: not a local folder."""
     with (
         suppress(OSError, RuntimeError, ValueError),
         os.scandir(Path(path).expanduser()) as entries,
@@ -243,7 +243,7 @@ _watches: "weakref.WeakSet[LoraWatch]" = weakref.WeakSet()
 
 @functools.cache
 def _wrap_manager() -> None:
-    """Let vLLM's LoRA manager tell the watches of its engine; once in a process."""
+    """Make vLLM's LoRA manager notify the watches of its engine; once per process."""
     from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
     load, use = LRUCacheWorkerLoRAManager._load_adapter, LRUCacheWorkerLoRAManager.add_adapter  # noqa: SLF001
