@@ -79,18 +79,18 @@ class Freed:
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """Records that went to make room, whether or not bytes can be given back for them yet."""
+    """Records that were evicted, whether or not their bytes can be given back yet."""
 
     keys: tuple[OffloadKey, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A commit was carried out: its records can be located now, the failed ones never will."""
+    """A commit was carried out: its records can be located now, except the failed ones."""
 
     ticket: int
     reason: FailureReason | None = field(default=None, compare=False)
-    """Not None: the tier failed, and none of its records can be located."""
+    """Why none of its records can be located: the tier failed. None: they can be."""
 
 
 SecondaryEvent: TypeAlias = Placed | Refused | Evicted | Freed | Committed

@@ -130,7 +130,7 @@ class Demote:
     """Records of one extent are adjacent and in order."""
     slots: IntArray
     owner: int
-    """Whose places these are (`tier.owners`): nothing is written once he is taken for dead."""
+    """Whose places these are (`catalog.owners`): nothing is written once it is taken for dead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """The writer of one catalog: applies queued operations in batches, keeps room ahead of need.
 
-Synchronous: `SecondaryTier` calls it in its mailbox's thread, tests call it directly. A batch is
-one transaction; tickets, waiting requests and events change only after it committed.
+Synchronous: `CatalogDispatcher` calls it in its mailbox's thread, tests call it directly. A batch
+is one transaction; tickets, waiting requests and events change only after it committed.
 """
 
 import logging

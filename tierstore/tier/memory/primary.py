@@ -252,16 +252,14 @@ class PrimaryTier:
         """Name the next `count` victims in order, as if nothing was pinned; changes nothing."""
         return self._policy.victims(count, ()).keys
 
-    def victims(
-        self, count: int, held: AbstractSet[OffloadKey], *, use: UseContext = UNKNOWN_USE
-    ) -> list[OffloadKey]:
+    def victims(self, count: int, held: AbstractSet[OffloadKey]) -> list[OffloadKey]:
         """Name the next `count` victims as if the one pin of each in `held` was gone. O(pins)."""
         pins = {
             key: pin_count
             for key, pin_count in self._pins.by_key.items()
             if pin_count > (key in held)
         }
-        return self._policy.victims(count, pins, (), use).keys
+        return self._policy.victims(count, pins).keys
 
     def free_count(self, group_idx: int) -> int:
         """Return how many chunks of a cached group find room without an eviction."""
