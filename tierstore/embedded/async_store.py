@@ -111,7 +111,7 @@ class AsyncTierStore:
         errand = lanes.begin(open_store)
         try:
             await _done(errand.answer)
-            errand.answer.result()
+            errand.take()
         except BaseException:
             errand.withdraw()
             # The same thread runs it, after `open_store`.
@@ -188,7 +188,7 @@ class AsyncTierStore:
         except BaseException:  # the coroutine is closed: nothing can be awaited
             errand.withdraw_now()
             raise
-        return errand.answer.result()
+        return errand.take()
 
 
 async def _done(future: Future[Any]) -> None:

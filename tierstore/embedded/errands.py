@@ -86,11 +86,25 @@ class Errand(Generic[Answer]):
         except WouldWaitError:
             raise
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is the caller's
-            self.answer.set_exception(error)
+            with self._lock:
+                if not self._is_withdrawn:
+                    self.answer.set_exception(error)
         else:
             self.answer.set_result(answer)
         finally:
             _this_thread.errand = None
+
+    def take(self) -> Answer:
+        """Return the answer, which is there, or raise what was raised; once.
+
+        The trace of an error has frames that have this errand. If that kept the error, the caller's
+        arrays would stay with both until the garbage collector comes.
+        """
+        answer, self.answer = self.answer, Future()
+        try:
+            return answer.result()
+        finally:
+            del answer
 
     def withdraw(self) -> Future[None]:
         """Give the call up; what is returned is done when the caller's memory is not touched.
@@ -99,6 +113,7 @@ class Errand(Generic[Answer]):
         """
         with self._lock:
             self._is_withdrawn = True
+            self.answer = Future()  # an error that came meanwhile: as in `take`
             self._call = None  # and with it the caller's arrays, if it has not begun
             if not self._toucher and not self._untouched.done():
                 self._untouched.set_result(None)
