@@ -259,7 +259,7 @@ class OffloadPlanner:
         if load is None:
             if not self._stack.complete(done) and self._causes.is_new("unknown job"):
                 _logger.warning(
-                    "answer to an unknown job (further ones are not told of): job=%d",
+                    "answer to an unknown job (further ones are not logged): job=%d",
                     done.job_id,
                 )
             return

@@ -20,7 +20,10 @@ __all__ = ["CatalogFlushes"]
 
 
 class CatalogFlushes:
-    """Called by threads that may wait, side by side; what it has found is asked for in any."""
+    """Flushes of one catalog, and the lost segments that they find.
+
+    Threads that may wait call it, several at a time. Any thread may ask what was found.
+    """
 
     def __init__(self, tier_name: str, threads: CatalogThreads, resets: Resets) -> None:
         self._tier_name = tier_name

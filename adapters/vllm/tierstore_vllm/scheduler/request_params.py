@@ -101,7 +101,7 @@ class RequestParams:
             return
         self._warned.add(param)  # each request may bring one
         _logger.warning(
-            "%s: kv_transfer_params.%s=%s, expected %s (further ones are not told of)",
+            "%s: kv_transfer_params.%s=%s, expected %s (further ones are not logged)",
             what,
             param,
             quoted(value),
