@@ -231,7 +231,8 @@ class IoPool:
 def _run_task(task: Callable[[], object], pool_name: str) -> None:
     try:
         task()
-    except Exception:  # the outermost frame of a thread: a bug must not end the pool
+    # The outermost frame of a thread: neither a bug nor a `sys.exit` of foreign code may end it.
+    except BaseException:
         with suppress(MemoryError):
             _logger.exception("I/O task failed: pool=%s", pool_name)
 
@@ -335,7 +336,7 @@ class Mailbox(Generic[Item]):
                 self._busy = True
             try:
                 self._handle(batch)
-            except Exception:  # the outermost frame of a thread: a bug must not end it
+            except BaseException:  # the outermost frame of a thread: see `_run_task`
                 with suppress(MemoryError):
                     _logger.exception("mailbox batch failed: items=%d", len(batch))
             finally:

@@ -5,10 +5,18 @@ import logging
 import threading
 from pathlib import Path
 
-from tierstore.bounded_log import bounded
+from tierstore.bounded_log import Causes, bounded
+from tierstore.quoting import quoted
 from tierstore.transfer import FailureReason
 
-__all__ = ["FailureLog", "name_of", "reason_of", "take_cause", "unread_reason_of"]
+__all__ = [
+    "FailureLog",
+    "checked_failures",
+    "name_of",
+    "reason_of",
+    "take_cause",
+    "unread_reason_of",
+]
 
 _logger = bounded(logging.getLogger(__name__))
 
@@ -35,6 +43,31 @@ def unread_reason_of(error: OSError) -> FailureReason:
 def name_of(error: OSError) -> str:
     """Return the symbol of an operating system error, such as `EIO`."""
     return errno.errorcode.get(error.errno or 0, type(error).__name__)
+
+
+def checked_failures(
+    answer: object, record_count: int, what: str, causes: Causes
+) -> dict[int, FailureReason]:
+    """Return the failed records that a backend names; all of them if it answers nonsense.
+
+    A backend may be another package's. A record that it names wrongly could be taken for read,
+    and an answer of another type would end the thread's task before its job is answered. `what`
+    names the call and the tier; `causes` are those that were logged.
+    """
+    if type(answer) is dict and all(
+        type(index) is int and 0 <= index < record_count and type(reason) is FailureReason
+        for index, reason in answer.items()
+    ):
+        return answer
+    if causes.is_new(what):
+        _logger.error(
+            "a backend answers no failed records by index (further ones are only counted): %s "
+            "answer=%s records=%d",
+            what,
+            quoted(answer),
+            record_count,
+        )
+    return dict.fromkeys(range(record_count), FailureReason.IO_ERROR)
 
 
 _this_thread = threading.local()

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 
+from tierstore.backend.failure import checked_failures
 from tierstore.backend.protocol import Backend, RecordIo
-from tierstore.bounded_log import bounded
+from tierstore.bounded_log import Causes, bounded
 from tierstore.errors import BackendError, ClosedError, TierStoreError
 from tierstore.transfer import FailureReason, PageRun
 
@@ -56,6 +57,7 @@ class ReopeningBackend:
         """Of the open backend."""
         self._closed = False
         self._is_logged = False
+        self._causes = Causes()
         self._is_lost = False
         """Its files are gone, and it has not been opened since."""
         self._is_tried = False
@@ -75,7 +77,9 @@ class ReopeningBackend:
         backend = self._opened()
         if backend is None:
             return dict.fromkeys(range(len(records)), FailureReason.IO_ERROR)
-        return backend.write(records)
+        count = len(records)
+        failed = backend.write(records)
+        return checked_failures(failed, count, f"write tier={self._name}", self._causes)
 
     def read(self, records: Sequence[RecordIo]) -> dict[int, FailureReason]:
         """Read, once the backend is open."""
@@ -85,7 +89,9 @@ class ReopeningBackend:
         if backend is None:
             # Not an I/O error, which would count against the records: they were not tried.
             return dict.fromkeys(range(len(records)), FailureReason.STALLED)
-        return backend.read(records)
+        count = len(records)  # which another package's backend may change
+        failed = backend.read(records)
+        return checked_failures(failed, count, f"read tier={self._name}", self._causes)
 
     def release(
         self, runs: Sequence[PageRun], empty_segments: Sequence[int]

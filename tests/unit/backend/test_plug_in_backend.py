@@ -132,3 +132,57 @@ def test_one_that_cannot_be_opened_now_costs_its_tier_alone(plug_in, tmp_path, c
         out = np.zeros((8, chunks.chunk_bytes), np.uint8)
         assert all(store.get(chunks.keys(range(8)), out))
         assert chunks.found(store, range(100, 104)) == []
+
+
+NONSENSE = [
+    "None",
+    "[]",
+    "5",
+    "{0: 'absent'}",
+    "{'0': FailureReason.ABSENT}",
+    "{0: None}",
+    "{-1: FailureReason.ABSENT}",
+    "{99: FailureReason.ABSENT}",
+    "{0.0: FailureReason.ABSENT}",
+    "{True: FailureReason.ABSENT}",
+    "records.clear() or {}",
+    "sys.exit(3)",
+    "1 / 0",
+]
+
+
+@pytest.mark.parametrize("call", ["read", "write"])
+@pytest.mark.parametrize("answer", NONSENSE)
+def test_one_that_answers_nonsense_costs_its_records_alone(tmp_path, monkeypatch, call, answer):
+    """It does what it should, and says something else: nothing hangs, and no byte is wrong."""
+    folder = tmp_path / tmp_path.name
+    folder.mkdir()
+    monkeypatch.syspath_prepend(folder)
+    name = f"liar_{tmp_path.name}".replace("-", "_")
+    lying = f"""
+import sys
+
+class Liar(InMemory):
+    def {call}(self, records):
+        failed = super().{call}(records)
+        return {answer} if LYING else failed
+
+LYING = []
+"""
+    value = write_plug_in(folder, "tierstore.backends", name, SOURCE + lying, attribute="Liar")
+    chunks = Chunks()
+    io = {"threads": 2, "deadline": "3600s"}
+    config = config_of(tmp_path / "tier", backend=name, primary="1MiB", io=io)
+    config["primary"]["eviction"] = "lru"
+    with chunks.open(config) as store:
+        assert chunks.put(store, range(32)) == 32
+        store.flush()
+        is_lying = __import__(value.partition(":")[0]).LYING
+        is_lying.append(True)
+        for first in range(0, 64, 8):
+            chunks.put(store, range(first, first + 8))
+            chunks.found(store, range(first, first + 8))
+        is_lying.clear()
+        assert chunks.put(store, range(100, 108)) == 8
+        assert chunks.found(store, range(100, 108)) == list(range(100, 108))
+        assert store.check() == []
