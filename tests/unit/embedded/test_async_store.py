@@ -269,7 +269,7 @@ def test_a_store_that_is_dropped_warns_and_closes(tmp_path):
 
 
 INTERRUPTED = """
-    import asyncio, sys
+    import asyncio, signal, sys
     from store_kit import Chunks, config_of
     from tierstore import AsyncTierStore
 
@@ -285,26 +285,28 @@ INTERRUPTED = """
                 number += 4
                 print(number, flush=True)
 
+    # A shell that starts the tests in its background lets them ignore it, and they hand that on.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     asyncio.run(serve())
 """
 
 
 @pytest.mark.parametrize("closing", ["async with store:", "if True:"])
 def test_a_service_that_is_interrupted_ends_and_has_stored_what_it_said(tmp_path, closing):
-    service = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(INTERRUPTED).replace("CLOSING", closing), tmp_path],
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    )
-    try:
-        for _ in range(10):
-            last = int(service.stdout.readline())
-        service.send_signal(signal.SIGINT)
-        rest, errors = service.communicate(timeout=120)
-    finally:
-        service.kill()
+    ) as service:
+        try:
+            for _ in range(10):
+                last = int(service.stdout.readline())
+            service.send_signal(signal.SIGINT)
+            rest, errors = service.communicate(timeout=120)
+        finally:
+            service.kill()
     assert service.returncode != 0
     assert "KeyboardInterrupt" in errors
     assert "Fatal" not in errors

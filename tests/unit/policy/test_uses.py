@@ -77,8 +77,8 @@ def test_each_call_hands_its_use_to_the_policy(recorded):
     slots = tier.detach(new)
     tier.reattach(new, slots, use=a)
     assert heard() == [("evict", new, a)]
-    tier.victims(1, set(), use=b)
-    assert heard() == [("victims", [], b)]
+    tier.victims(1, set())
+    assert heard() == [("victims", [], UNKNOWN_USE)]
     assert tier.check() == []
 
 
