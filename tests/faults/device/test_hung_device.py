@@ -9,7 +9,7 @@ import time
 from functools import partial
 
 import pytest
-from fuse_directory import HangingDirectory, why_there_is_none
+from fuse_directory import why_there_is_none
 from store_kit import Chunks, config_of
 from waiting import within_seconds
 
@@ -33,20 +33,6 @@ DEADLINE_SECONDS = 8
 """Long enough for what must not wait to be done meanwhile, on a busy machine too."""
 SECONDS_MAX = 60
 IMPATIENT = Patience(put_seconds=2, flush_seconds=4, close_seconds=4)
-
-
-@pytest.fixture
-def directory(tmp_path):
-    before = threading.active_count()
-    with HangingDirectory(tmp_path) as hanging:
-        guard = threading.Timer(300, hanging.heal)  # a test that waits for ever would say nothing
-        guard.start()
-        yield hanging
-        guard.cancel()
-        guard.join()
-        hanging.heal()
-        # A mapped page of a server that has died ends the process: what hung goes on before that.
-        assert within_seconds(lambda: threading.active_count() <= before)
 
 
 @pytest.fixture(params=["file", "lmdb"])

@@ -4,13 +4,6 @@ import pytest
 from store_kit import Chunks, config_of
 from written_plug_in import write_plug_in
 
-from tierstore.testing.admission_conformance import AdmissionConformance
-from tierstore.tier.admission import make_admission
-from tierstore.tier.admission.checked import CheckedAdmission
-from tierstore.tier.admission.on_evict import OnEvict
-from tierstore.tier.admission.second_touch import SecondTouch
-from tierstore.tier.admission.write_through import WriteThrough
-
 SOURCE = """
 from tierstore.tier.admission.on_evict import OnEvict
 from tierstore.tier.admission.write_through import WriteThrough
@@ -42,15 +35,6 @@ CALLS = [
     *(("WriteThrough", name) for name in ("on_promoted", "on_evicted", "reset")),
     *(("OnEvict", name) for name in ("on_victims", "on_touched", "on_evicted")),
 ]
-
-
-class TestChecked(AdmissionConformance):
-    @pytest.fixture(autouse=True, params=[WriteThrough, OnEvict, SecondTouch])
-    def rule(self, request):
-        self.kind = request.param
-
-    def make(self):
-        return CheckedAdmission(self.kind(), "rule")
 
 
 @pytest.fixture
@@ -90,9 +74,3 @@ def test_an_admission_that_fails_or_lies_costs_neither_a_byte_nor_the_store(
         assert store.check() == []
     with chunks.open(config) as store:
         chunks.found(store, range(48))
-
-
-def test_a_plug_in_is_checked_and_a_built_in_rule_is_not(install):
-    name = install("OnEvict", "on_touched", "pass")
-    assert isinstance(make_admission(name), CheckedAdmission)
-    assert isinstance(make_admission("on_evict"), OnEvict)

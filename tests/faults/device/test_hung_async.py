@@ -4,12 +4,10 @@ Method: as `test_hung_device`. That the loop goes on is shown by its turns, not 
 """
 
 import asyncio
-import threading
 
 import pytest
-from fuse_directory import HangingDirectory, why_there_is_none
+from fuse_directory import why_there_is_none
 from store_kit import Chunks, config_of
-from waiting import within_seconds
 
 from tierstore import AsyncTierStore
 from tierstore.embedded.planes import Patience
@@ -24,19 +22,6 @@ CHUNKS = Chunks(65_536)
 SLOTS = 64
 ON_DISK, RESIDENT, CROWD = range(30), range(90, 100), range(2000, 2000 + SLOTS)
 IMPATIENT = Patience(put_seconds=2, flush_seconds=4, close_seconds=4)
-
-
-@pytest.fixture
-def directory(tmp_path):
-    before = threading.active_count()
-    with HangingDirectory(tmp_path) as hanging:
-        guard = threading.Timer(300, hanging.heal)  # a test that waits for ever would say nothing
-        guard.start()
-        yield hanging
-        guard.cancel()
-        guard.join()
-        hanging.heal()
-        assert within_seconds(lambda: threading.active_count() <= before)
 
 
 async def put(store, numbers):
