@@ -9,6 +9,7 @@ import numpy as np
 from bench.dma_devices import Device
 from tierstore.dma.protocol import CopyEngine
 from tierstore.dma.runs import GroupAddressing
+from tierstore.host_pool import HostPool
 from tierstore.layout import (
     PAGE_BYTES,
     CanonicalKVCacheRef,
@@ -17,7 +18,6 @@ from tierstore.layout import (
     ChunkOrder,
     round_up,
 )
-from tierstore.memory import HostPool
 
 PAGES_KIB = (4, 16, 64, 256, 1024)
 CHUNKS_KIB = (64, 512, 8192)

@@ -25,8 +25,8 @@ from tierstore.dma.gpu.kernel_table import ROW_BYTES, fill_table, table_at
 from tierstore.dma.gpu.method_check import drop_failing_methods
 from tierstore.dma.gpu.pinning import PoolPinner
 from tierstore.dma.protocol import CopyId
+from tierstore.host_pool import HostPool
 from tierstore.layout import PAGE_BYTES, ChunkOrder
-from tierstore.memory import HostPool
 from tierstore.metrics import Counters
 from tierstore.testing.copy_conformance import BLOCK_COUNT, CopyConformance, make_caches
 

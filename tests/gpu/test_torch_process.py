@@ -19,8 +19,8 @@ from cuda_device import (
 
 from tierstore.dma.gpu.pinning import PoolPinner
 from tierstore.dma.protocol import CopyId
+from tierstore.host_pool import HostPool
 from tierstore.layout import PAGE_BYTES
-from tierstore.memory import HostPool
 from tierstore.metrics import Counters
 from tierstore.testing.copy_conformance import BLOCK_COUNT
 

@@ -4,8 +4,8 @@ import numpy as np
 from cuda_engines import BATCHES, make_engine
 
 from tierstore.dma.protocol import CopyId
+from tierstore.host_pool import HostPool
 from tierstore.layout import PAGE_BYTES, ChunkOrder
-from tierstore.memory import HostPool
 from tierstore.testing.copy_conformance import BLOCK_COUNT, make_caches
 from tierstore.testing.fake_cuda import FakeCuda, FakeDeviceMemory
 

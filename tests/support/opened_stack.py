@@ -11,7 +11,7 @@ from tierstore.executor import TransferExecutor
 from tierstore.layout import PAGE_BYTES
 from tierstore.metrics import Counters
 from tierstore.testing.spread import spread_hashes
-from tierstore.tier.movements import MovementLog
+from tierstore.tier.movement_log import MovementLog
 from tierstore.tier.opening import open_stack
 from tierstore.tier.reservation import ChunkState
 from tierstore.tier.stack import TierStack

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from tierstore.errors import ClosedError, ConfigError
+from tierstore.host_pool import HostPool
 from tierstore.layout import PAGE_BYTES
-from tierstore.memory import HostPool
 
 
 def test_pool_is_page_aligned_writable_and_zeroed():

@@ -48,7 +48,7 @@ from tierstore.key import OffloadKey, make_offload_keys
 from tierstore.layout import GroupKind
 from tierstore.manifest import GroupManifest
 from tierstore.metrics import Counters
-from tierstore.tier.movements import Movement, MovementLog
+from tierstore.tier.movement_log import Movement, MovementLog
 from tierstore.tier.opening import open_stack
 from tierstore.tier.reservation import ChunkState
 from tierstore_vllm.kv_events.engine_words import EventGroup, describe_event_groups

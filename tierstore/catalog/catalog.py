@@ -84,7 +84,7 @@ class Catalog:
     @property
     def damage(self) -> str:
         """Why the catalog was replaced by an empty one when it was opened; empty: it was not."""
-        return self._env.admission.damage
+        return self._env.findings.damage
 
     def is_lost(self) -> bool:
         """Return whether the path holds this catalog no longer, or us as its owner.

@@ -115,10 +115,10 @@ class Entry:
             segments = stored_segments(config, geometry) if is_file else {}
             foreign = foreign_content(config, rank_count=geometry.rank_count)
             with numbers_in_range(), env.write() as txn:
-                is_suspect = env.admission.is_suspect
+                is_suspect = env.findings.is_suspect
                 require_version(txn, databases, config, is_suspect=is_suspect)
                 _verify_page_counts(txn, databases, env.used_bytes() // PAGE_BYTES)
-                is_unknown = must_verify(txn, databases, env.admission)
+                is_unknown = must_verify(txn, databases, env.findings)
                 units = enter_units(txn, databases, units, is_certain=is_certain)
                 geometry = SpaceGeometry.of(config, manifest, rank_count, units)
                 if is_unknown:
@@ -126,7 +126,7 @@ class Entry:
                 state = enter_state(
                     txn, databases, config, geometry, segments, is_suspect=is_suspect
                 )
-                if is_file and env.admission.is_alone:
+                if is_file and env.findings.is_alone:
                     repeat_lost_releases(
                         txn,
                         databases,

@@ -30,7 +30,7 @@ from tierstore.errors import (
 )
 from tierstore.geometry import SpaceGeometry
 from tierstore.lmdb_env.library import Transaction
-from tierstore.lmdb_env.seal import Admission
+from tierstore.lmdb_env.seal import SealFindings
 from tierstore.manifest import Manifest, namespace_of
 
 __all__ = [
@@ -76,13 +76,13 @@ def require_version(
         )
 
 
-def must_verify(txn: Transaction, databases: Databases, admission: Admission) -> bool:
+def must_verify(txn: Transaction, databases: Databases, findings: SealFindings) -> bool:
     """Return whether the rows must be verified: there are some, and no seal that fits.
 
     A power cut may mix older pages into them. Pages carry no mark of their age: a tree may be
     whole, and say what was never true. An opener that is not alone relies on the first one.
     """
-    if admission.is_proven or not (admission.is_alone or admission.is_suspect):
+    if findings.is_proven or not (findings.is_alone or findings.is_suspect):
         return False
     return any(txn.stat(db=database)["entries"] for database in databases.all())
 

@@ -1,7 +1,7 @@
 """AsyncTierStore: a TierStore for asyncio services.
 
-Nothing that may take long happens in the event loop: threads make the calls (`errands`), and the
-loop hears of the answer.
+Nothing that may take long happens in the event loop: threads make the calls (`async_calls`), and
+the loop hears of the answer.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from tierstore.arrays import ChunkRows, WritableChunkRows
 from tierstore.backend.opening import BackendOpener
 from tierstore.config import StoreConfig
 from tierstore.embedded.answers import PrefixMatch, StoreStats
-from tierstore.embedded.errands import Lanes
+from tierstore.embedded.async_calls import Lanes
 from tierstore.embedded.planes import Patience
 from tierstore.embedded.store import TierStore
 from tierstore.faults import SystemOpener, open_system
@@ -108,12 +108,12 @@ class AsyncTierStore:
             for store in opened:
                 store.close()
 
-        errand = lanes.begin(open_store)
+        call = lanes.begin(open_store)
         try:
-            await _done(errand.answer)
-            errand.take()
+            await _done(call.answer)
+            call.take()
         except BaseException:
-            errand.withdraw()
+            call.withdraw()
             # The same thread runs it, after `open_store`.
             lanes.begin_close(close_store)
             raise
@@ -176,19 +176,19 @@ class AsyncTierStore:
 
     async def _answer(self, call: Callable[[], Answer], *, waits: bool = False) -> Answer:
         """Let a thread make a call; a cancellation takes the caller's arrays back."""
-        errand = self._lanes.begin(call, waits=waits)
+        begun = self._lanes.begin(call, waits=waits)
         try:
-            await _done(errand.answer)
+            await _done(begun.answer)
         except asyncio.CancelledError:
-            untouched = errand.withdraw()
+            untouched = begun.withdraw()
             while not untouched.done():
                 with suppress(asyncio.CancelledError):  # once more: one batch is copied soon
                     await _done(untouched)
             raise
         except BaseException:  # the coroutine is closed: nothing can be awaited
-            errand.withdraw_now()
+            begun.withdraw_now()
             raise
-        return errand.take()
+        return begun.take()
 
 
 async def _done(future: Future[Any]) -> None:

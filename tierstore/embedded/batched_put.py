@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from tierstore.arrays import Rows, adjacent_runs, slot_rows
+from tierstore.embedded.async_calls import end_step, steps_done, touching
 from tierstore.embedded.batches import BatchedCall
-from tierstore.embedded.errands import end_step, steps_done, touching
 from tierstore.key import OffloadKey
 from tierstore.tier.reservation import ChunkState, OffloadReservation
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TypeVar
 
 from tierstore.io_pool import Mailbox
-from tierstore.tier.reading import Reading
+from tierstore.tier.pending_read import PendingRead
 from tierstore.tier.secondary import SecondaryTier
 
 __all__ = ["CatalogReader"]
@@ -31,11 +31,11 @@ class CatalogReader:
         self._secondaries = secondaries
         self._mailboxes: list[Mailbox[Callable[[], None]]] = []
 
-    def ask(self, read: Callable[[SecondaryTier], Answer]) -> list[Reading[Answer]]:
+    def ask(self, read: Callable[[SecondaryTier], Answer]) -> list[PendingRead[Answer]]:
         """Let every catalog be read; the answers come when they come."""
         if not self._mailboxes:
             self._open()
-        readings = [Reading(partial(read, secondary)) for secondary in self._secondaries]
+        readings = [PendingRead(partial(read, secondary)) for secondary in self._secondaries]
         for mailbox, reading in zip(self._mailboxes, readings, strict=True):
             mailbox.offer(reading.run, _WAITING_MAX)
         return readings

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import TypeAlias
 
 from tierstore.bounded_log import bounded
-from tierstore.embedded.pace import TierWait
+from tierstore.embedded.tier_pace import TierWait
 from tierstore.errors import BackendError
 from tierstore.executor.syncing import AfterSync, PendingSync
 from tierstore.tier.stack import TierStack

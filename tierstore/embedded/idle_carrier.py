@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 
 from tierstore.bounded_log import bounded
-from tierstore.embedded.gate import Gate
+from tierstore.embedded.call_gate import Gate
 from tierstore.embedded.loop import PlaneLoop
 from tierstore.io_pool import Mailbox, wait_for
 

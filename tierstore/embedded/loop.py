@@ -14,7 +14,7 @@ from typing import Protocol
 from tierstore.bounded_log import Causes, bounded
 from tierstore.clock import Clock
 from tierstore.embedded.flush import Flush
-from tierstore.embedded.pace import TierPace, TierWait
+from tierstore.embedded.tier_pace import TierPace, TierWait
 from tierstore.executor.syncing import AfterSync, PendingSync
 from tierstore.key import OffloadKey
 from tierstore.metrics import Counters, Metric

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tierstore.arrays import Rows, adjacent_runs, slot_rows
+from tierstore.embedded.async_calls import begin_wait, may_wait, touching
 from tierstore.embedded.batches import BATCHES_IN_FLIGHT, BatchedCall
-from tierstore.embedded.errands import begin_wait, may_wait, touching
 from tierstore.embedded.loop import PendingLoad
 from tierstore.key import OffloadKey
 

@@ -14,9 +14,9 @@ from typing import TypeVar
 
 from tierstore.bounded_log import bounded
 from tierstore.clock import MonotonicClock
+from tierstore.embedded.async_calls import begin_wait, end_wait
+from tierstore.embedded.call_gate import Gate
 from tierstore.embedded.catalog_reader import CatalogReader
-from tierstore.embedded.errands import begin_wait, end_wait
-from tierstore.embedded.gate import Gate
 from tierstore.embedded.idle_carrier import IdleCarrier
 from tierstore.embedded.loop import PlaneLoop
 from tierstore.errors import BackendError, CatalogError, ClosedError
@@ -130,7 +130,7 @@ class Planes:
 
         Raises:
             ClosedError: the store was closed meanwhile, or a call was interrupted.
-            WouldWaitError, WithdrawnError: the call is an errand (`errands`) that must not wait, or
+            WouldWaitError, WithdrawnError: the call is one of `async_calls` that must not wait, or
                 whose caller has withdrawn it.
         """
         was_changing, self.is_changing = self.is_changing, False

@@ -28,7 +28,7 @@ from tierstore.key import OffloadKey, require_keys
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters
 from tierstore.tier.opening import open_stack
-from tierstore.tier.reading import Reading
+from tierstore.tier.pending_read import PendingRead
 from tierstore.tier.secondary import SecondaryTier
 from tierstore.tier.stack import TierStack
 
@@ -336,7 +336,7 @@ class TierStore:
     ) -> None:
         self.close()
 
-    def _ask(self, read: Callable[[SecondaryTier], Answer]) -> list[Reading[Answer]]:
+    def _ask(self, read: Callable[[SecondaryTier], Answer]) -> list[PendingRead[Answer]]:
         """Ask the catalogs, while others call; those that hang are not waited for long."""
         readings = self._planes.reader.ask(read)
         self._loop.settle_within(

@@ -19,10 +19,10 @@ from tierstore.executor.jobs import OpenJobs
 from tierstore.executor.syncing import AfterSync, PendingSync
 from tierstore.executor.tasks import IoTasks
 from tierstore.executor.tier_io import TierIo
+from tierstore.host_pool import HostPool
 from tierstore.io_pool import IoPool, run_side_by_side
 from tierstore.layout import PAGE_BYTES, CanonicalKVCaches
 from tierstore.manifest import Manifest
-from tierstore.memory import HostPool
 from tierstore.metrics import Counters
 from tierstore.transfer import Command, Demote, JobId, Load, Offload, TransferDone
 

@@ -13,7 +13,7 @@ from tierstore.executor.jobs import OpenJobs
 from tierstore.executor.progress import SpanRead
 from tierstore.executor.syncing import AfterSync, PendingSync
 from tierstore.executor.tier_io import TierIo
-from tierstore.memory import HostPool
+from tierstore.host_pool import HostPool
 from tierstore.transfer import Demote, FailureReason, Promote, Release
 
 __all__ = ["IoTasks"]

@@ -49,7 +49,7 @@ class LmdbEnv:
     ) -> None:
         """Take over open files; `lock` is that of their directory. Use `open`."""
         self.directory = files.directory.path
-        self.admission = files.admission
+        self.findings = files.findings
         """What was found in its file when it was opened."""
         self._files = files
         self._env = files.env
@@ -86,7 +86,7 @@ class LmdbEnv:
         No link is followed below `tier`, the path of a tier, which has to be marked as one.
 
         Its file is verified first, unless another process has it open; if it is damaged, or the
-        library refuses it, it is removed, and `admission` says why. Openers take turns. With
+        library refuses it, it is removed, and `findings` says why. Openers take turns. With
         `sealed`, the last one to close it seals it: every bit is verified then, and faster, for
         the price of reading the file once at the close.
 

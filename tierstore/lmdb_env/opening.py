@@ -27,7 +27,7 @@ class OpenFiles:
 
     directory: Directory
     env: Environment
-    admission: seal.Admission
+    findings: seal.SealFindings
     """What was found in the data file when it was opened."""
     writer: WriterLock
     pages: ReachedPages
@@ -51,7 +51,7 @@ class OpenFiles:
         Raises:
             BackendBusyError, BackendError: see `LmdbEnv.open`; the directory stays open.
         """
-        env, admission = _open_env(
+        env, findings = _open_env(
             directory,
             map_bytes,
             readahead=readahead,
@@ -61,7 +61,7 @@ class OpenFiles:
         )
         writer, pages = _companions(directory, env, writer_seconds_max)
         ids = frozenset(seal.file_ids(directory.path))
-        return cls(directory, env, admission, writer, pages, ids)
+        return cls(directory, env, findings, writer, pages, ids)
 
     def is_of(self, path: Path) -> bool:
         """Return whether a directory still holds any of these files."""
@@ -121,12 +121,10 @@ def _open_env(
     durable: bool,
     wait_seconds_max: float,
     system: SystemCalls,
-) -> tuple[Environment, seal.Admission]:
+) -> tuple[Environment, seal.SealFindings]:
     try:
         with opening_lock(directory, wait_seconds_max=wait_seconds_max):
-            admission = seal.admit(
-                directory, map_bytes=map_bytes, wait_seconds_max=wait_seconds_max
-            )
+            findings = seal.admit(directory, map_bytes=map_bytes, wait_seconds_max=wait_seconds_max)
             system.reach(DatabasePoint.OPEN)
             try:
                 env = open_library(directory, map_bytes, readahead=readahead, durable=durable)
@@ -143,9 +141,9 @@ def _open_env(
                     raise BackendCorruptError(
                         f"{refusal}, once the process that has it open has ended"
                     ) from error
-                admission = replaced
+                findings = replaced
                 env = open_library(directory, map_bytes, readahead=readahead, durable=durable)
-            return env, admission
+            return env, findings
     except LibraryError as error:
         raise translate(error, directory.path) from error
     except OSError as error:

@@ -27,7 +27,7 @@ from tierstore.lmdb_env.image import image_bytes
 from tierstore.lmdb_env.lock import LIBRARY_LOCK_NAME, library_lock, opening_lock
 from tierstore.lmdb_env.verify import find_damage
 
-__all__ = ["DATA_NAME", "Admission", "admit", "distrust", "file_ids", "replace_damaged", "seal"]
+__all__ = ["DATA_NAME", "SealFindings", "admit", "distrust", "file_ids", "replace_damaged", "seal"]
 
 _logger = bounded(logging.getLogger(__name__))
 
@@ -52,7 +52,7 @@ _SEAL_WAIT_SECONDS_MAX = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
+class SealFindings:
     """What was found before the library opened a data file."""
 
     damage: str = ""
@@ -65,7 +65,7 @@ class Admission:
     """It is as it was left, bit by bit."""
 
 
-def admit(directory: Directory, *, map_bytes: int, wait_seconds_max: float) -> Admission:
+def admit(directory: Directory, *, map_bytes: int, wait_seconds_max: float) -> SealFindings:
     """Prepare the files for the library, and verify them unless another process has them open.
 
     A damaged data file is removed, so that the library starts a new one. Under `opening_lock`.
@@ -79,7 +79,7 @@ def admit(directory: Directory, *, map_bytes: int, wait_seconds_max: float) -> A
         sealed = directory.read(_SEAL, _SEALED.size + _CHECKSUM.size) or b""
         if not lock.is_alone:
             _require_data(directory)
-            return Admission(is_suspect=bool(sealed), is_alone=False)
+            return SealFindings(is_suspect=bool(sealed), is_alone=False)
         seal_fits = _fits(sealed, directory)
         damage = _noted_damage(directory)
         if not damage and seal_fits is not True:
@@ -95,12 +95,12 @@ def admit(directory: Directory, *, map_bytes: int, wait_seconds_max: float) -> A
         # Not by the library: its file would have the mode that the process's mask leaves.
         os.close(directory.open_file(DATA_NAME, os.O_RDWR | os.O_CREAT))
         is_proven = seal_fits is True and not damage
-        return Admission(damage, is_suspect=is_suspect, is_proven=is_proven)
+        return SealFindings(damage, is_suspect=is_suspect, is_proven=is_proven)
 
 
 def replace_damaged(
     directory: Directory, cause: str, *, wait_seconds_max: float
-) -> Admission | None:
+) -> SealFindings | None:
     """Remove a data file that the library refused; None: another process has it open.
 
     Under `opening_lock`.
@@ -114,7 +114,7 @@ def replace_damaged(
         _remove(directory, cause)
         lock.prepare_file()
         os.close(directory.open_file(DATA_NAME, os.O_RDWR | os.O_CREAT))
-        return Admission(cause)
+        return SealFindings(cause)
 
 
 def seal(directory: Directory) -> None:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tierstore.arrays import ByteArray
 from tierstore.dma.protocol import CopyEngine, CopyId
 from tierstore.errors import LayoutError
+from tierstore.host_pool import HostPool
 from tierstore.layout import (
     PAGE_BYTES,
     CanonicalKVCacheRef,
@@ -26,7 +27,6 @@ from tierstore.layout import (
     ChunkOrder,
     round_up,
 )
-from tierstore.memory import HostPool
 
 __all__ = [
     "BLOCK_COUNT",

@@ -12,7 +12,7 @@ from tierstore.policy.use import UNKNOWN_USE, UseContext
 from tierstore.tier.admission.protocol import Admission
 from tierstore.tier.health.tier_health import TierHealth
 from tierstore.tier.memory.primary import PrimaryTier
-from tierstore.tier.movements import MovementLog
+from tierstore.tier.movement_log import MovementLog
 from tierstore.tier.secondary import SecondaryTier
 from tierstore.tier.write_behind.demotes import Demotes
 

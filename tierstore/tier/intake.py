@@ -13,8 +13,8 @@ from tierstore.metrics import Counters, Metric
 from tierstore.policy.use import UNKNOWN_USE, UseContext
 from tierstore.tier.cascade import Cascade
 from tierstore.tier.memory.primary import PrimaryTier
-from tierstore.tier.movements import MovementLog
-from tierstore.tier.readable import ReadableRecords
+from tierstore.tier.movement_log import MovementLog
+from tierstore.tier.readable_records import ReadableRecords
 from tierstore.transfer import IntArray
 
 __all__ = ["PRIMARY_NAME", "Intake"]

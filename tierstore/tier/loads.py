@@ -10,11 +10,11 @@ from tierstore.policy.use import UNKNOWN_USE, UseContext
 from tierstore.tier.intake import PRIMARY_NAME, Intake
 from tierstore.tier.locator import Locator
 from tierstore.tier.memory.primary import PrimaryTier
+from tierstore.tier.next_victims import NextVictims
 from tierstore.tier.promotion import Promotions
 from tierstore.tier.reservation import NONE_TRIED, LoadReservation
 from tierstore.tier.stale import StaleChunks
 from tierstore.tier.uses import Uses
-from tierstore.tier.victims import Victims
 from tierstore.transfer import JobId, Promote, TransferDone
 
 __all__ = ["Loads"]
@@ -30,7 +30,7 @@ class Loads:
         locator: Locator,
         promotions: Promotions,
         intake: Intake,
-        victims: Victims,
+        victims: NextVictims,
         uses: Uses,
         stale: StaleChunks,
         counters: Counters,

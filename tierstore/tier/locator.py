@@ -5,7 +5,7 @@ from collections.abc import Set as AbstractSet
 
 from tierstore.key import OffloadKey
 from tierstore.tier.memory.primary import PrimaryTier
-from tierstore.tier.readable import ReadableRecords
+from tierstore.tier.readable_records import ReadableRecords
 from tierstore.tier.reservation import NONE_TRIED, ChunkState, untried
 from tierstore.tier.secondary import ASKED_AT_ONCE_MAX
 

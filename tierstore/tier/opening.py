@@ -21,8 +21,8 @@ from tierstore.tier.cascade import Cascade
 from tierstore.tier.disk.tier import DiskTier
 from tierstore.tier.health.tier_health import TierHealth
 from tierstore.tier.memory.primary import PrimaryTier
-from tierstore.tier.movements import MovementLog
-from tierstore.tier.readable import ReadableRecords
+from tierstore.tier.movement_log import MovementLog
+from tierstore.tier.readable_records import ReadableRecords
 from tierstore.tier.secondary import SecondaryTier
 from tierstore.tier.stack import TierStack
 from tierstore.tier.write_behind.demotes import Demotes

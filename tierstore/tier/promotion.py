@@ -14,7 +14,7 @@ from tierstore.policy.use import UseContext
 from tierstore.tier.cascade import Cascade
 from tierstore.tier.intake import Intake
 from tierstore.tier.memory.primary import PrimaryTier
-from tierstore.tier.readable import ReadableRecords
+from tierstore.tier.readable_records import ReadableRecords
 from tierstore.tier.reservation import NONE_TRIED, LoadReservation, untried
 from tierstore.tier.secondary import SecondaryTier
 from tierstore.transfer import FailureReason, JobId, Place, Promote, TransferDone

@@ -24,14 +24,14 @@ from tierstore.tier.intake import Intake
 from tierstore.tier.loads import Loads
 from tierstore.tier.locator import Locator
 from tierstore.tier.memory.primary import PrimaryTier
-from tierstore.tier.movements import MovementLog
+from tierstore.tier.movement_log import MovementLog
+from tierstore.tier.next_victims import NextVictims
 from tierstore.tier.promotion import Promotions
-from tierstore.tier.readable import ReadableRecords
+from tierstore.tier.readable_records import ReadableRecords
 from tierstore.tier.reservation import NONE_TRIED, ChunkState, LoadReservation, OffloadReservation
 from tierstore.tier.secondary import SecondaryTier
 from tierstore.tier.stale import StaleChunks
 from tierstore.tier.uses import Uses
-from tierstore.tier.victims import Victims
 from tierstore.transfer import Command, JobId, TransferDone
 
 __all__ = ["TierStack"]
@@ -72,7 +72,7 @@ class TierStack:
         self._locator = Locator(primary, records, self._stale.keys)
         self._intake = Intake(primary, cascades, records, counters, movements)
         self._uses = Uses(primary, cascades, secondaries)
-        self._victims = Victims(primary, cascades, self._locator, self._stale)
+        self._victims = NextVictims(primary, cascades, self._locator, self._stale)
         self._promotions = Promotions(
             groups=groups,
             primary=primary,
@@ -281,15 +281,15 @@ class TierStack:
         return any(cascade.demotes.complete(done) for cascade in self._cascades)
 
     def demote_victims(self, tier_idx: int, group_idx: int, count: int) -> int:
-        """Ask a tier to record what `count` new chunks would evict (`Victims.demote_for`)."""
+        """Ask a tier to record what `count` new chunks would evict (`NextVictims.demote_for`)."""
         return self._victims.demote_for(tier_idx, group_idx, count)
 
     def demote_coldest(self, count: int) -> int:
-        """Ask every tier to record the `count` coldest chunks (`Victims.demote_coldest`)."""
+        """Ask every tier to record the `count` coldest chunks (`NextVictims.demote_coldest`)."""
         return self._victims.demote_coldest(count)
 
     def demote_resident(self, tier_idx: int, keys: Sequence[OffloadKey]) -> int:
-        """Ask a tier to record chunks that are in memory (`Victims.demote_resident`)."""
+        """Ask a tier to record chunks that are in memory (`NextVictims.demote_resident`)."""
         return self._victims.demote_resident(tier_idx, keys)
 
     def busy(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:

@@ -107,7 +107,7 @@ def fill(path):
 def openers_that_were_here(path):
     env = LmdbEnv.open(path, map_bytes=MAP_BYTES, sealed=True)
     try:
-        assert env.admission.damage == ""
+        assert env.findings.damage == ""
         with env.read() as txn:
             return sum(key.startswith(b"opener") for key, _ in txn.cursor())
     finally:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tierstore.dma.gpu.pinning import PIECE_BYTES
 from tierstore.dma.protocol import CopyId
 from tierstore.errors import DeviceError, LayoutError
+from tierstore.host_pool import HostPool
 from tierstore.layout import PAGE_BYTES, ChunkOrder
-from tierstore.memory import HostPool
 from tierstore.testing.copy_conformance import BLOCK_COUNT, make_caches
 from tierstore.testing.fake_cuda import FakeCuda, FakeDeviceMemory
 

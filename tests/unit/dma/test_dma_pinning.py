@@ -13,7 +13,7 @@ from tierstore.clock import MonotonicClock
 from tierstore.dma.gpu.pinning import PoolPinner
 from tierstore.dma.host_memory import bind_to_node, prefault
 from tierstore.errors import DeviceBusyError
-from tierstore.memory import HostPool
+from tierstore.host_pool import HostPool
 from tierstore.metrics import Counters
 from tierstore.testing.fake_cuda import FakeCuda
 

@@ -15,11 +15,11 @@ from test_dma_host import offload_reversed, one_layer
 from test_dma_pinning import SIZE, make_pinner
 
 from tierstore.dma.host import HostCopyEngine
-from tierstore.embedded.gate import Gate
+from tierstore.embedded.call_gate import Gate
 from tierstore.embedded.idle_carrier import IdleCarrier
+from tierstore.host_pool import HostPool
 from tierstore.io_pool import IoPool
 from tierstore.layout import PAGE_BYTES
-from tierstore.memory import HostPool
 from tierstore.testing.fake_cuda import FakeCuda
 
 SECONDS_MAX = 60

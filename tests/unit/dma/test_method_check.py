@@ -7,8 +7,8 @@ from cuda_engines import BATCHES, KERNELS, MEASURED, make_engine
 from tierstore.dma.gpu.method_check import drop_failing_methods
 from tierstore.dma.protocol import CopyId
 from tierstore.errors import DeviceError
+from tierstore.host_pool import HostPool
 from tierstore.layout import PAGE_BYTES, ChunkOrder
-from tierstore.memory import HostPool
 from tierstore.testing.copy_conformance import BLOCK_COUNT, make_caches
 from tierstore.testing.fake_cuda import FakeCuda, FakeDeviceMemory
 

@@ -66,7 +66,7 @@ class CancellingKeys(Sequence):
             array[:] = JUNK
             return True
         finally:
-            # The thread's trace ends with the next errand, or is over.
+            # The thread's trace ends with the next call, or is over.
             self.line.n = LINES_MAX << 1
         return False
 

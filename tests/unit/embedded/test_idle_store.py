@@ -7,7 +7,7 @@ import pytest
 from store_kit import Chunks, config_of
 from waiting import within_seconds
 
-from tierstore.embedded.gate import Gate
+from tierstore.embedded.call_gate import Gate
 from tierstore.embedded.idle_carrier import IdleCarrier
 
 CHUNKS = Chunks(65_536)

@@ -18,10 +18,10 @@ from tierstore.dma.gpu.engine import CudaCopyEngine
 from tierstore.errors import DeviceError, LayoutError
 from tierstore.executor import TransferExecutor
 from tierstore.executor import executor as executor_module
+from tierstore.host_pool import HostPool
 from tierstore.key import Namespace, make_offload_keys
 from tierstore.layout import PAGE_BYTES, CanonicalKVCaches, ChunkOrder
 from tierstore.manifest import Manifest
-from tierstore.memory import HostPool
 from tierstore.metrics import Counters
 from tierstore.testing.copy_conformance import BLOCK_COUNT, make_caches
 from tierstore.testing.fake_cuda import FakeCuda, FakeDeviceMemory

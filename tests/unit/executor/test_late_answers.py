@@ -12,7 +12,7 @@ import pytest
 from fake_clock import FakeClock
 from opened_stack import RESIDENT, Tiers, keys, opened
 
-from tierstore.tier.readable import HIDDEN_SECONDS
+from tierstore.tier.readable_records import HIDDEN_SECONDS
 from tierstore.transfer import FailureReason, TransferDone
 
 KEYS = keys(*range(30))

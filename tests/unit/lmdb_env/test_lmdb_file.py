@@ -47,7 +47,7 @@ def get(path, key=b"007"):
     env = open_env(path)
     try:
         with env.read() as txn:
-            return env.admission, txn.get(key)
+            return env.findings, txn.get(key)
     finally:
         env.close()
 

@@ -106,12 +106,12 @@ def test_locks_of_somebody_who_can_only_read_keep_nobody_from_verifying(tmp_path
     with (tmp_path / "lock.mdb").open("rb") as reader:
         set_lock(reader, fcntl.F_RDLCK, 0, 1 if byte == "the first" else 0)
         env = open_env(tmp_path)
-        assert env.admission.damage
+        assert env.findings.damage
         with env.write() as txn:
             txn.put(b"key", b"value")
         env.close()
         env = open_env(tmp_path)
-        assert not env.admission.damage
+        assert not env.findings.damage
         with env.read() as txn:
             assert txn.get(b"key") == b"value"
         env.close()

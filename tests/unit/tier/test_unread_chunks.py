@@ -7,7 +7,7 @@ from fake_clock import FakeClock
 from opened_stack import ABSENT, ARRIVING, RECORDED, RESIDENT, SLOT_COUNT, Tiers, keys, opened
 
 from tierstore.config import BreakerConfig
-from tierstore.tier.readable import HIDDEN_SECONDS, STALLED_SECONDS
+from tierstore.tier.readable_records import HIDDEN_SECONDS, STALLED_SECONDS
 from tierstore.transfer import FailureReason, TransferDone
 
 ABSENT_RECORD, CORRUPT = FailureReason.ABSENT, FailureReason.CORRUPT

@@ -34,8 +34,7 @@ from tierstore.dma.host import HostCopyEngine
 from tierstore.dma.protocol import ComputeMark, CopyId
 from tierstore.embedded import catalog_reader
 from tierstore.executor import TransferExecutor
-from tierstore.tier.disk import keeper as catalog_keeper
-from tierstore.tier.disk import reads as catalog_reads
+from tierstore.tier.disk import catalog_keeper, catalog_reads
 
 __all__ = [
     "SECONDS_PER_STEP",

@@ -21,14 +21,14 @@ from tierstore.catalog.messages import (
     RequestPlaces,
 )
 from tierstore.errors import BackendError, CatalogError, ClosedError
-from tierstore.tier.disk.keeper import (
+from tierstore.tier.disk.catalog_keeper import (
     CatalogLost,
     CatalogNews,
     CatalogOpened,
     OpenCatalog,
     SegmentsFound,
 )
-from tierstore.tier.disk.reads import CatalogReads
+from tierstore.tier.disk.catalog_reads import CatalogReads
 from tierstore.tier_events import Committed, Refused, SecondaryEvent
 from tierstore.transfer import FailureReason
 

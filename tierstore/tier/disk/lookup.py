@@ -1,6 +1,6 @@
 """Looks records up without letting the engine's step wait for a device.
 
-All lookups are done by the thread that reads the catalog (`reads`). For a few keys the step waits,
+All lookups are done by one thread (`catalog_reads`). For a few keys the step waits,
 for longer than a sound device ever takes. A long prefix is looked up while the step goes on; the
 step that asks again finds the answer here. A device that does not answer has no records until it
 does.
@@ -14,8 +14,8 @@ from functools import partial
 
 from tierstore.errors import BackendError, CatalogError, ClosedError
 from tierstore.key import OffloadKey
-from tierstore.tier.disk.reads import CatalogReads
-from tierstore.tier.reading import Reading
+from tierstore.tier.disk.catalog_reads import CatalogReads
+from tierstore.tier.pending_read import PendingRead
 from tierstore.tier.reservation import ChunkState
 from tierstore.tier.secondary import ASKED_AT_ONCE_MAX, STEP_SECONDS_MAX, HiddenListener
 from tierstore.tier_events import Committed, Evicted, Placed, SecondaryEvent
@@ -56,7 +56,7 @@ class _Question:
     keys: tuple[OffloadKey, ...]
     reset_count: int
     """Of `Lookups`, when it was asked."""
-    reading: Reading[list[Place | None]]
+    reading: PendingRead[list[Place | None]]
     is_late: bool = False
     """It was waited for as long as `places` waits, without an answer."""
 
@@ -158,7 +158,7 @@ class Lookups:
         return [None] * len(keys)
 
     def _answer(
-        self, reading: Reading[list[Place | None]], keys: Sequence[OffloadKey]
+        self, reading: PendingRead[list[Place | None]], keys: Sequence[OffloadKey]
     ) -> list[Place | None]:
         try:
             return reading.answer()
@@ -244,7 +244,7 @@ class Lookups:
         self._wait_for_places(question.reading)
         question.is_late = not question.reading.is_done
 
-    def _wait_for_places(self, reading: Reading[list[Place | None]]) -> None:
+    def _wait_for_places(self, reading: PendingRead[list[Place | None]]) -> None:
         seconds = max(self._places_seconds_max, _TURN_SECONDS_MAX)
         self._reads.wait(reading, seconds, self._places_seconds_max)
 

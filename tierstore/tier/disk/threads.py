@@ -17,10 +17,10 @@ from tierstore.errors import BackendError, ClosedError
 from tierstore.io_pool import Mailbox
 from tierstore.key import OffloadKey
 from tierstore.manifest import Manifest
+from tierstore.tier.disk.catalog_keeper import CatalogKeeper, KeeperPace, OpenCatalog
+from tierstore.tier.disk.catalog_reads import CatalogReads
 from tierstore.tier.disk.dispatcher import CatalogDispatcher, CatalogEnd, DispatcherItem
-from tierstore.tier.disk.keeper import CatalogKeeper, KeeperPace, OpenCatalog
 from tierstore.tier.disk.pins import Pins
-from tierstore.tier.disk.reads import CatalogReads
 from tierstore.transfer import Place
 
 __all__ = ["CatalogThreads", "NotOpenError"]

@@ -1,8 +1,8 @@
 """A secondary tier on this machine: a catalog behind two threads that may wait for its device.
 
-one thread   looks records up (`lookup` over `reads`)
+one thread   looks records up (`lookup` over `catalog_reads`)
 one thread   writes, in batched transactions (`dispatcher`); its answers wait for `poll`
-one thread   opens the catalog, and another one after it was lost (`keeper`)
+one thread   opens the catalog, and another one after it was lost (`catalog_keeper`)
 """
 
 import logging
@@ -32,12 +32,12 @@ from tierstore.geometry import SpaceGeometry
 from tierstore.key import OffloadKey
 from tierstore.manifest import Manifest
 from tierstore.policy.use import UNKNOWN_USE, UseContext
+from tierstore.tier.disk.catalog_keeper import KeeperPace
 from tierstore.tier.disk.flushes import CatalogFlushes
-from tierstore.tier.disk.keeper import KeeperPace
 from tierstore.tier.disk.lookup import Lookups
 from tierstore.tier.disk.pins import Pins
 from tierstore.tier.disk.resets import Resets
-from tierstore.tier.disk.served import ServedCatalog
+from tierstore.tier.disk.served_catalog import ServedCatalog
 from tierstore.tier.disk.threads import CatalogThreads, NotOpenError
 from tierstore.tier.disk.touches import Touches
 from tierstore.tier.reservation import ChunkState

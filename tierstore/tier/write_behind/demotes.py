@@ -17,7 +17,7 @@ from tierstore.policy.use import UNKNOWN_USE, UseContext
 from tierstore.tier.admission.protocol import Admission
 from tierstore.tier.health.tier_health import TierHealth, worst_reason
 from tierstore.tier.memory.primary import PrimaryTier
-from tierstore.tier.movements import MovementLog
+from tierstore.tier.movement_log import MovementLog
 from tierstore.tier.secondary import SecondaryTier
 from tierstore.tier.write_behind.releases import Releases
 from tierstore.tier.write_behind.retries import Retries

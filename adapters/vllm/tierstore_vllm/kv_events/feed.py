@@ -12,7 +12,7 @@ from tierstore.bounded_log import bounded
 from tierstore.key import Namespace
 from tierstore.layout import GroupSpec
 from tierstore.planner import EngineStep
-from tierstore.tier.movements import MovementLog
+from tierstore.tier.movement_log import MovementLog
 from tierstore_vllm.kv_events.engine_words import EventGroup
 from tierstore_vllm.kv_events.source import EventSource, TokenSpan
 

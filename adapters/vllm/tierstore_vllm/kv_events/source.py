@@ -19,7 +19,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from tierstore.key import Namespace, OffloadKey, get_offload_block_hash, get_offload_group_idx
 from tierstore.layout import GroupSpec
-from tierstore.tier.movements import Movement, MovementLog
+from tierstore.tier.movement_log import Movement, MovementLog
 from tierstore_vllm.kv_events.content import ChunkContent, ContentReader
 from tierstore_vllm.kv_events.engine_words import EventGroup, optional_name
 from tierstore_vllm.kv_events.told_blocks import ToldBlocks

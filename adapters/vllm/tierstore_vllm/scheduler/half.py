@@ -25,7 +25,7 @@ from tierstore.config import OffloadConfig, StoreConfig
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters
 from tierstore.planner import NOTHING_PLANNED, EngineStep, OffloadPlanner, PlannedStep
-from tierstore.tier.movements import MovementLog
+from tierstore.tier.movement_log import MovementLog
 from tierstore.tier.opening import open_stack
 from tierstore.tier.secondary import STEP_SECONDS_MAX
 from tierstore.tier.stack import TierStack

@@ -23,7 +23,7 @@ from store_kit import config_of
 from waiting import within_seconds
 
 from tierstore import TierStore
-from tierstore.embedded.gate import Gate
+from tierstore.embedded.call_gate import Gate
 from tierstore.errors import ClosedError, ReentryError
 from tierstore.testing.faults import ReadFaults, unreadable_opener
 

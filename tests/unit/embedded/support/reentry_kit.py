@@ -17,12 +17,13 @@ from tierstore.errors import ReentryError
 CHUNKS = Chunks(16_384)
 TRACED = {
     "embedded": (
-        "store batched_put pipelined_get planes gate loop idle_carrier flush pace catalog_reader"
+        "store batched_put pipelined_get planes call_gate loop idle_carrier flush "
+        "tier_pace catalog_reader"
     ),
-    "tier": "stack loads promotion victims intake locator stale uses cascade",
+    "tier": "stack loads promotion next_victims intake locator stale uses cascade",
     "tier/admission": "admitted on_evict write_through",
     "tier/memory": "primary arrivals eviction pin_counts slot_pool",
-    "tier/disk": "tier flushes resets served",
+    "tier/disk": "tier flushes resets served_catalog",
     "tier/write_behind": "demotes write_queue retries failed_demotes",
     "executor": "executor jobs copies tasks",
     "policy": "arc arc_misses lru",
@@ -38,7 +39,7 @@ TRACED_FILES = tuple(
 
 # A signal comes between two calls in C or at the start of a function: the gate has neither between
 # what belongs together, but a trace function raises there too.
-RAISING_FILES = tuple(name for name in TRACED_FILES if not name.endswith("/gate.py"))
+RAISING_FILES = tuple(name for name in TRACED_FILES if not name.endswith("/call_gate.py"))
 SAMPLES = 40
 LINES_MAX = 1 << 20
 

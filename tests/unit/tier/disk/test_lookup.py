@@ -7,8 +7,8 @@ from waiting import within_seconds
 
 from tierstore.key import Namespace, make_offload_keys
 from tierstore.testing.spread import spread_hashes
+from tierstore.tier.disk.catalog_reads import CatalogReads
 from tierstore.tier.disk.lookup import Lookups
-from tierstore.tier.disk.reads import CatalogReads
 from tierstore.tier.reservation import ChunkState
 from tierstore.tier.secondary import ASKED_AT_ONCE_MAX
 from tierstore.transfer import Place

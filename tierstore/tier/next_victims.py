@@ -8,14 +8,14 @@ from tierstore.tier.locator import Locator
 from tierstore.tier.memory.primary import PrimaryTier
 from tierstore.tier.stale import StaleChunks
 
-__all__ = ["Victims"]
+__all__ = ["NextVictims"]
 
 _AHEAD = 2
 """How many victims are recorded ahead, as a multiple of the last reservation's size. Recording at
 eviction was rejected: a reservation would wait for a write."""
 
 
-class Victims:
+class NextVictims:
     """Asks tiers whose admission takes victims (`on_evict`) to record the next ones."""
 
     def __init__(

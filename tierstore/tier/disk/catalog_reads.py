@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from tierstore.io_pool import Mailbox, wait_for
-from tierstore.tier.reading import Reading
+from tierstore.tier.pending_read import PendingRead
 
 __all__ = ["CatalogReads"]
 
@@ -29,7 +29,7 @@ class CatalogReads:
     """The thread. One other thread at a time asks; any may wait."""
 
     def __init__(self, name: str) -> None:
-        self._mailbox: Mailbox[Reading[object]] = Mailbox(name, self._read)
+        self._mailbox: Mailbox[PendingRead[object]] = Mailbox(name, self._read)
         self._lock = threading.RLock()  # an interruption cannot keep it from being left
         self._changed = threading.Condition(self._lock)
         self._step_count = 0
@@ -43,9 +43,9 @@ class CatalogReads:
         """Start the thread."""
         self._mailbox.open()
 
-    def ask(self, call: Callable[[], Answer]) -> Reading[Answer]:
+    def ask(self, call: Callable[[], Answer]) -> PendingRead[Answer]:
         """Queue a read."""
-        reading = Reading(call)
+        reading = PendingRead(call)
         self._mailbox.put(reading)  # type: ignore[arg-type]
         return reading
 
@@ -56,7 +56,7 @@ class CatalogReads:
             yield item
 
     def wait(
-        self, reading: Reading[Answer], seconds: float, stuck_seconds: float | None = None
+        self, reading: PendingRead[Answer], seconds: float, stuck_seconds: float | None = None
     ) -> bool:
         """Wait until a read is done.
 
@@ -86,7 +86,7 @@ class CatalogReads:
         """Do what is queued, then stop; False: the thread hangs in its catalog."""
         return self._mailbox.close(timeout_seconds)
 
-    def _read(self, readings: list[Reading[object]]) -> None:
+    def _read(self, readings: list[PendingRead[object]]) -> None:
         for reading in readings:
             self._step_count += 1
             self._is_reading = True

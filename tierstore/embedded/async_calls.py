@@ -17,7 +17,7 @@ from tierstore.errors import ClosedError
 from tierstore.io_pool import IoPool
 
 __all__ = [
-    "Errand",
+    "AsyncCall",
     "Lanes",
     "WithdrawnError",
     "WouldWaitError",
@@ -44,13 +44,13 @@ class WouldWaitError(Exception):
 
 
 class _ThisThread(threading.local):
-    errand: "Errand[Any] | None" = None
+    call: "AsyncCall[Any] | None" = None
 
 
 _this_thread = _ThisThread()
 
 
-class Errand(Generic[Answer]):
+class AsyncCall(Generic[Answer]):
     """One call, made by a thread for a caller elsewhere.
 
     The caller may withdraw it at any time. Its thread touches the caller's memory only within
@@ -80,7 +80,7 @@ class Errand(Generic[Answer]):
         if call is None:
             return
         self.may_wait = may_wait
-        _this_thread.errand = self
+        _this_thread.call = self
         try:
             answer = call()
         except WouldWaitError:
@@ -92,12 +92,12 @@ class Errand(Generic[Answer]):
         else:
             self.answer.set_result(answer)
         finally:
-            _this_thread.errand = None
+            _this_thread.call = None
 
     def take(self) -> Answer:
         """Return the answer, which is there, or raise what was raised; once.
 
-        The trace of an error has frames that have this errand. If that kept the error, the caller's
+        The trace of an error has frames that have this call. If that kept the error, the caller's
         arrays would stay with both until the garbage collector comes.
         """
         answer, self.answer = self.answer, Future()
@@ -148,31 +148,31 @@ class Errand(Generic[Answer]):
 @contextmanager
 def touching() -> Iterator[None]:
     """Use the caller's memory; raises `WithdrawnError` if it is not ours to use any more."""
-    errand = _this_thread.errand
-    if errand is None:
+    call = _this_thread.call
+    if call is None:
         yield
         return
-    errand.begin_touch()
+    call.begin_touch()
     try:
         yield
     finally:
-        errand.end_touch()
+        call.end_touch()
 
 
 def may_wait() -> bool:
     """Return whether the call of this thread may wait for a tier."""
-    return _this_thread.errand is None or _this_thread.errand.may_wait
+    return _this_thread.call is None or _this_thread.call.may_wait
 
 
 def steps_done() -> int:
     """Return how many steps the call of this thread had done before it began again."""
-    return 0 if _this_thread.errand is None else _this_thread.errand.step_count
+    return 0 if _this_thread.call is None else _this_thread.call.step_count
 
 
 def end_step() -> None:
     """Note a step that must not be done twice; all calls do theirs in the same order each time."""
-    if _this_thread.errand is not None:
-        _this_thread.errand.step_count += 1
+    if _this_thread.call is not None:
+        _this_thread.call.step_count += 1
 
 
 def begin_wait() -> None:
@@ -183,8 +183,8 @@ def begin_wait() -> None:
 
 def end_wait() -> None:
     """Raise `WithdrawnError` if the caller does not want this thread's call any more."""
-    if _this_thread.errand is not None:
-        _this_thread.errand.require_wanted()
+    if _this_thread.call is not None:
+        _this_thread.call.require_wanted()
 
 
 class Lanes:
@@ -217,7 +217,7 @@ class Lanes:
         """
         self._waiting.open()
 
-    def begin(self, call: Callable[[], Answer], *, waits: bool = False) -> Errand[Answer]:
+    def begin(self, call: Callable[[], Answer], *, waits: bool = False) -> AsyncCall[Answer]:
         """Let a thread make a call; `waits`: it would wait anyway.
 
         Raises:
@@ -227,15 +227,15 @@ class Lanes:
             raise ClosedError(
                 f"the store belongs to process {self._process_id}, not to one forked from it"
             )
-        errand = Errand(call)
+        begun = AsyncCall(call)
         with self._lock:
             if self._ended is not None:
                 raise ClosedError("the store is closed; open another")
             if waits:
-                self._waiting.submit_urgent(partial(errand.run, may_wait=True))
+                self._waiting.submit_urgent(partial(begun.run, may_wait=True))
             else:
-                self._first.submit_urgent(partial(self._run_first, errand))
-        return errand
+                self._first.submit_urgent(partial(self._run_first, begun))
+        return begun
 
     def begin_close(self, last: Callable[[], None]) -> Future[None]:
         """Let no call begin after `last`, and end the threads; done when all have ended.
@@ -259,12 +259,12 @@ class Lanes:
             self._first.begin_close()
             self._waiting.begin_close()
 
-    def _run_first(self, errand: Errand[Any]) -> None:
+    def _run_first(self, call: AsyncCall[Any]) -> None:
         try:
-            errand.run(may_wait=False)
+            call.run(may_wait=False)
         except WouldWaitError:
             # Before `_end`, which this lane runs last, so that its threads are there still.
-            self._waiting.submit_urgent(partial(errand.run, may_wait=True))
+            self._waiting.submit_urgent(partial(call.run, may_wait=True))
 
     def _end(self, last: Callable[[], None], ended: Future[None]) -> None:
         try:

@@ -8,14 +8,14 @@ from typing import Generic, TypeVar
 from tierstore.bounded_log import bounded
 from tierstore.errors import BackendError, TierStoreError
 
-__all__ = ["Reading"]
+__all__ = ["PendingRead"]
 
 _logger = bounded(logging.getLogger(__name__))
 
 Answer = TypeVar("Answer")
 
 
-class Reading(Generic[Answer]):
+class PendingRead(Generic[Answer]):
     """One read, and its result or error."""
 
     def __init__(self, call: Callable[[], Answer]) -> None:

@@ -9,7 +9,7 @@ from tierstore.tier.disk.dispatcher import CatalogDispatcher
 from tierstore.tier_events import SecondaryEvent
 
 if TYPE_CHECKING:
-    from tierstore.tier.disk.keeper import OpenCatalog
+    from tierstore.tier.disk.catalog_keeper import OpenCatalog
     from tierstore.tier.secondary import LossListener
 
 __all__ = ["ServedCatalog"]
