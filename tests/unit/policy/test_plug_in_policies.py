@@ -2,7 +2,7 @@
 
 import pytest
 from store_kit import Chunks, config_of
-from written_plug_in import write_plug_in
+from written_plug_in import installer
 
 from tierstore.config import PrimaryConfig
 from tierstore.errors import ConfigError
@@ -70,14 +70,7 @@ FOULS = [
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    name = f"policy_{tmp_path.name}"
-
-    def write(source):
-        write_plug_in(tmp_path, "tierstore.policies", name, source, attribute="make")
-        return name
-
-    return write
+    return installer(tmp_path / "installed", monkeypatch, "tierstore.policies")
 
 
 def test_a_plug_in_is_given_the_capacity_and_its_options(install):

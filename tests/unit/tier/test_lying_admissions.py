@@ -2,7 +2,7 @@
 
 import pytest
 from store_kit import Chunks, config_of
-from written_plug_in import write_plug_in
+from written_plug_in import installer
 
 SOURCE = """
 from tierstore.tier.admission.on_evict import OnEvict
@@ -39,15 +39,7 @@ CALLS = [
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    name = f"admission_{tmp_path.name}"
-
-    def write(base, method, foul):
-        source = SOURCE.format(base=base, name=method, foul=foul)
-        write_plug_in(tmp_path, "tierstore.admissions", name, source, attribute="make")
-        return name
-
-    return write
+    return installer(tmp_path / "installed", monkeypatch, "tierstore.admissions")
 
 
 @pytest.mark.parametrize("foul", FOULS)
@@ -57,7 +49,8 @@ def test_an_admission_that_fails_or_lies_costs_neither_a_byte_nor_the_store(
 ):
     """Every `get` compares all bytes. Which chunks go down is what the admission has said."""
     chunks = Chunks()
-    config = config_of(tmp_path / "tier", primary="1MiB", cascade=install(base, method, foul))
+    name = install(SOURCE.format(base=base, name=method, foul=foul))
+    config = config_of(tmp_path / "tier", primary="1MiB", cascade=name)
     config["primary"]["eviction"] = "lru"
     with chunks.open(config) as store:
         for _ in range(2):

@@ -6,7 +6,7 @@ Goal: whatever one answers or raises, chunks have their own bytes, and nothing s
 import pytest
 from opened_stack import MANIFEST, RECORDED, keys, opened
 from store_kit import Chunks, config_of
-from written_plug_in import write_plug_in
+from written_plug_in import installer
 
 from tierstore import TierStore, load_config
 from tierstore.errors import ConfigError
@@ -76,16 +76,7 @@ make = Raising
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    folder = tmp_path / "installed"
-    folder.mkdir()
-    monkeypatch.syspath_prepend(folder)
-    name = f"admission_{tmp_path.name}"
-
-    def write(source):
-        write_plug_in(folder, "tierstore.admissions", name, source, attribute="make")
-        return name
-
-    return write
+    return installer(tmp_path / "installed", monkeypatch, "tierstore.admissions")
 
 
 def test_a_plug_in_is_given_its_options(install):
