@@ -54,7 +54,7 @@ class Metric(Enum):
         "discarded_catalogs_total",
         "counter",
         "tier",
-        "Catalogs that were damaged when they were opened and started anew",
+        "Catalogs that were damaged when they were opened, and replaced by empty ones",
     )
 
     TIER_STATE = (

@@ -67,7 +67,7 @@ def run_campaign(
     folder: Path | None = None,
     seconds_max: float = SECONDS_MAX,
 ) -> Campaign:
-    """Run the scenarios of some seeds in `jobs` processes, started anew after each that dies.
+    """Run the scenarios of some seeds in `jobs` processes, started again after each that dies.
 
     Of kind `mishap`, seed 3 crashes and seed 5 hangs: to see that it is noticed.
     """

@@ -109,7 +109,7 @@ class DamagedStores:
                 counts["unsound"] += 1
                 problems.append(f"check: {unsound[:3]}")
             key = 'discarded_catalogs_total{tier="disk"}'
-            counts["started anew late"] += int(key in store.stats().counters)
+            counts["started empty late"] += int(key in store.stats().counters)
         self._measure(path, counts, problems)
 
     def _found(self, store, numbers, counts, problems):

@@ -142,9 +142,9 @@ class FlippedStore:
         if len(again) < len(OLD) * 0.9:
             kind = "dead tier"
         elif discarded in counters:
-            kind = "started anew"
+            kind = "started empty"
         elif discarded in restarted:
-            kind = "started anew at the second opening"
+            kind = "started empty at the second opening"
         elif len(kept) < len(NEW):
             kind = "writes refused"
         elif len(found) < len(OLD):

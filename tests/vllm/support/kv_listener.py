@@ -45,7 +45,7 @@ class StrictListener:
         return set().union(*found)
 
     def restart(self) -> None:
-        """Take note that the engine was started anew: only its disk is still there."""
+        """Take note that the engine was started again: only its disk is still there."""
         self.held = {place: held for place, held in self.held.items() if place.startswith(DISK)}
 
     def take(self, event: Any) -> None:

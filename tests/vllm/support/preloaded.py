@@ -2,7 +2,7 @@
 
 Importing it is most of the life of a tiny engine. What is forked shares the seed of `hash` with its
 siblings, as processes of a real restart do not: the demo, the warm-up, the server, and scripts that
-just end are started anew, and their restarts hit.
+just end are started again, and their restarts hit.
 """
 
 import multiprocessing
