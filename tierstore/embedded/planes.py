@@ -92,7 +92,7 @@ class Planes:
         self._raised_at_rest: BaseException | None = None
         """What came while a call waited, when what the planes hold is consistent."""
         self._process_id = os.getpid()
-        self._is_torn = False
+        self._is_in_doubt = False
         self._is_closed = False
         self._has_ended = False
         self._ends_at = math.inf
@@ -148,7 +148,7 @@ class Planes:
     @property
     def is_over(self) -> bool:
         """Whether calls are refused: what they leave behind is not settled any more."""
-        return self._is_closed or self._is_torn
+        return self._is_closed or self._is_in_doubt
 
     def close(self) -> None:
         """Flush, stop the threads, release the memory; idempotent.
@@ -193,7 +193,7 @@ class Planes:
             in_doubt = self.is_changing and not isinstance(error, _RAISED_AT_REST)
             at_rest = error is self._raised_at_rest
             if not at_rest and (in_doubt or not isinstance(error, Exception)):
-                self._is_torn = True
+                self._is_in_doubt = True
                 self.idle.stop()
             raise
         finally:
@@ -201,7 +201,7 @@ class Planes:
 
     def _require_open(self) -> None:
         is_closer = self._is_closed and threading.get_ident() == self._closer
-        if self._is_torn or (self._is_closed and not is_closer):
+        if self._is_in_doubt or (self._is_closed and not is_closer):
             raise ClosedError("the store is closed, or a call was interrupted; open another")
 
     def _close(self, seconds: float, flush_seconds_max: float = math.inf) -> None:
@@ -219,7 +219,7 @@ class Planes:
             for close in (self._stack.close, self._close_reader, self._executor.close):
                 ending.callback(self._end, close, seconds)
             ending.callback(self.idle.close)
-            if self._is_torn:
+            if self._is_in_doubt:
                 _logger.error("close after an interruption, without a flush: %s", self._label)
                 return
             try:

@@ -1,4 +1,7 @@
-"""What every eviction policy has to do, whatever its order: a suite to inherit from.
+"""What every eviction policy has to do: a suite to inherit from.
+
+The tests of order ask for the least recently used key, at first sight; a policy with another order
+overrides them.
 
 class TestMyPolicy(PolicyConformance):
     def make(self, capacity_chunks):

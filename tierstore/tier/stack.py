@@ -1,7 +1,8 @@
 """All tiers of one engine behind one interface for lookups and reservations.
 
 The stack is the control plane below the planner and the embedded store: it handles keys, slots and
-places, never bytes. It takes no lock and is called by one thread.
+places, never bytes. It takes no lock and is called by one thread. It knows tiers by the protocol
+`secondary`: the contracts of imports forbid it `disk` and the catalog.
 """
 
 import itertools
@@ -120,7 +121,7 @@ class TierStack:
 
     @property
     def cascades(self) -> Sequence[Cascade]:
-        """The rules of the secondary tiers, in their order."""
+        """The ways down into the secondary tiers, in their order."""
         return self._cascades
 
     def new_job_id(self) -> JobId:

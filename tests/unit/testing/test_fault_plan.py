@@ -123,7 +123,7 @@ def test_a_point_of_a_database_is_named_with_its_directory(tmp_path):
 
 @pytest.mark.parametrize("at", [0, 1, 511, 4095])
 @pytest.mark.parametrize("flags", [0, os.O_DIRECT])
-def test_a_write_is_torn_at_any_byte(tmp_path, file, at, flags):
+def test_a_write_is_in_doubt_at_any_byte(tmp_path, file, at, flags):
     system = system_of(FaultPlan(rule("torn", "pwritev", error="ENOSPC", at_bytes=at)), tmp_path)
     fd = system.open(file, os.O_RDWR | flags)
     with pytest.raises(OSError, match="injected") as caught:
