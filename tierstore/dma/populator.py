@@ -7,7 +7,7 @@ __all__ = ["STEP_BYTES", "PoolPopulator", "prefault_in_steps"]
 
 STEP_BYTES = 2 << 20
 """One huge page, or 512 small ones: what a transfer that begins now, and whoever maps memory, may
-have to wait for (0.1 to 5 ms). Steps of 16 MiB made them wait 2 to 5 times as long."""
+have to wait for (0.1 to 5 ms). Steps of 16 MiB made them wait several times as long."""
 
 
 class PoolPopulator:

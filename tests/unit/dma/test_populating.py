@@ -12,7 +12,7 @@ from test_dma_host import offload_reversed, one_layer
 from tierstore.dma import host
 from tierstore.dma.background import BackgroundTurns
 from tierstore.dma.host import HostCopyEngine
-from tierstore.dma.populator import STEP_BYTES
+from tierstore.dma.populator import STEP_BYTES, prefault_in_steps
 from tierstore.layout import PAGE_BYTES, CanonicalKVCaches, ChunkOrder
 
 POOL_BYTES = 40 << 20
@@ -149,6 +149,13 @@ def test_populating_stops_while_the_engine_copies(pool, monkeypatch):
     assert counts[:3] == [(True, 0)] * 3
     assert not any(is_busy for is_busy, _ in counts[3:])
     assert page_count() == POOL_BYTES // PAGE_BYTES
+
+
+def test_steps_cover_a_range_and_nothing_beyond_it(pool):
+    _, address, page_count = pool
+    pages = 2 * STEP_BYTES // PAGE_BYTES + 3
+    prefault_in_steps(address, pages * PAGE_BYTES)
+    assert page_count.here() == bytes([1]) * pages + bytes(POOL_BYTES // PAGE_BYTES - pages)
 
 
 def test_the_first_slots_get_their_pages_first(pool):
