@@ -126,6 +126,22 @@ def test_no_piece_is_pinned_while_transfers_are_under_way(pool) -> None:
     pinner.close()
 
 
+def test_a_piece_that_has_its_pages_waits_for_a_transfer_that_began_meanwhile(pool) -> None:
+    """The first look is before the piece is taken; the transfer is over at the sixth."""
+    api, tasks, seen = FakeCuda(), Tasks(), []
+
+    def is_busy() -> bool:
+        seen.append(api.registered_bytes)
+        return 2 <= len(seen) <= 5
+
+    pinner = make_pinner(api, pool, turns=BackgroundTurns(is_busy, looks_max=20, look_seconds=0))
+    pinner.open(tasks.spawn)
+    tasks.run()
+    assert seen[:7] == [0] * 6 + [PIECE]
+    assert pinner.pinned(addresses(pool)) is None
+    pinner.close()
+
+
 def test_the_pool_is_pinned_though_transfers_never_end(pool) -> None:
     api, tasks, seen = FakeCuda(), Tasks(), []
 

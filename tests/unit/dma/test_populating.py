@@ -7,10 +7,12 @@ from collections import deque
 
 import numpy as np
 import pytest
+from cuda_setup import COMPUTE, Setup
 from test_dma_host import offload_reversed, one_layer
 
 from tierstore.dma import host
-from tierstore.dma.background import BackgroundTurns
+from tierstore.dma.background import BackgroundTurns, no_io
+from tierstore.dma.gpu import engine as engine_module
 from tierstore.dma.host import HostCopyEngine
 from tierstore.dma.populator import STEP_BYTES, prefault_in_steps
 from tierstore.layout import PAGE_BYTES, CanonicalKVCaches, ChunkOrder
@@ -170,3 +172,23 @@ def test_the_first_slots_get_their_pages_first(pool):
 
     populate(Looks(page_count, first_missing), address)
     assert firsts == sorted(set(firsts))
+
+
+def test_pinning_is_told_of_copies_to_and_from_a_gpu_until_they_ended(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        engine_module, "BackgroundTurns", lambda is_busy: asked.append(is_busy) or turns
+    )
+    turns = BackgroundTurns(no_io)
+    setup = Setup()
+    (is_busy,) = asked
+    assert not is_busy()
+    setup.api.streams.held.add(COMPUTE)
+    setup.compute(3, 7)
+    setup.offload(1, [3], [5])
+    assert is_busy()
+    setup.api.streams.held.clear()
+    setup.wait(1)
+    assert not is_busy()
+    setup.engine.close()
+    assert not is_busy()
