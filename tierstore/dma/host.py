@@ -1,25 +1,20 @@
 """Copy engine of the CPU platform: the engine's blocks are host memory too."""
 
-import ctypes
 import os
 import threading
 from collections import deque
-from functools import partial
+from collections.abc import Callable
 
-import numpy as np
-
-from tierstore.dma.gpu.pinning import SPAWN_MAX, Spawn
-from tierstore.dma.host_memory import prefault
+from tierstore.dma.background import SPAWN_MAX, BackgroundTurns, Spawn, no_io
+from tierstore.dma.populator import PoolPopulator
 from tierstore.dma.protocol import ComputeMark, CopyId
 from tierstore.dma.runs import GroupAddressing
+from tierstore.dma.shared_copy import Piece, SharedCopy, move, pieces_of
 from tierstore.errors import LayoutError
 from tierstore.layout import CanonicalKVCaches
 from tierstore.transfer import IntArray
 
 __all__ = ["HostCopyEngine"]
-
-_PREFAULT_BYTES = 16 << 20
-"""What is prefaulted at once; `close` waits for it."""
 
 _SHARE_BYTES_MIN = 8 << 20
 """Below that a copy is over before another thread is awake."""
@@ -29,6 +24,9 @@ _SHARE_RUN_BYTES_MIN = 64 << 10
 
 _PIECES_PER_THREAD = 8
 """Of a shared copy: threads that start late or run slowly leave more to the others."""
+
+_PART_BYTES_MIN = 1 << 20
+"""Of a run that is cut: below that, taking the next piece begins to cost something."""
 
 
 class HostCopyEngine:
@@ -42,20 +40,28 @@ class HostCopyEngine:
     def __init__(
         self,
         spawn: Spawn | None = None,
+        is_io_under_way: Callable[[], bool] = no_io,
         *,
         share_bytes_min: int = _SHARE_BYTES_MIN,
         share_run_bytes_min: int = _SHARE_RUN_BYTES_MIN,
+        part_bytes_min: int = _PART_BYTES_MIN,
     ) -> None:
         """`spawn` runs tasks that populate the pool's pages, and that help with large copies.
 
         Without it, the first use of a page waits for it, and one thread makes each copy. Copies are
-        large from `share_bytes_min` on, if their runs have `share_run_bytes_min` on average.
+        large from `share_bytes_min` on, if their runs have `share_run_bytes_min` on average; runs
+        are cut into parts of `part_bytes_min` or more. Populating gives way to copies, and while
+        `is_io_under_way`: while slots are read or written.
         """
         self._spawn = spawn
         self._share_bytes_min = share_bytes_min
         self._share_run_bytes_min = share_run_bytes_min
         self._helper_count = min(SPAWN_MAX, len(os.sched_getaffinity(0)) - 1)
-        self._is_closed = False
+        self._part_bytes_min = part_bytes_min
+        self._is_io_under_way = is_io_under_way
+        self._turns = BackgroundTurns(self._is_transferring)
+        self._copying_lock = threading.RLock()
+        self._copying_count = 0
         self._groups: dict[int, GroupAddressing] = {}
         self._caches: CanonicalKVCaches | None = None
         self._complete: deque[CopyId] = deque()
@@ -78,26 +84,17 @@ class HostCopyEngine:
             for group_idx, refs in enumerate(caches.group_refs)
             if refs
         }
-        self._prefault_from(pool_address, pool_address + pool_bytes)
-
-    def _prefault_from(self, address: int, end: int) -> None:
-        # In the background, since an engine fills its pool: a load that waits for each new page
-        # takes 490 instead of 90 ms for 146 MB. An embedded store may never fill its memory.
-        if self._spawn is not None and address < end and not self._is_closed:
-            self._spawn(partial(self._prefault, address, end))
-
-    def _prefault(self, address: int, end: int) -> None:
-        """Give one piece of the pool its pages, and go on; first comes what is used first."""
-        size_bytes = min(_PREFAULT_BYTES, end - address)
-        if not self._is_closed and prefault(address, size_bytes):
-            self._prefault_from(address + size_bytes, end)
+        if self._spawn is not None:
+            # In the background, since an engine fills its pool: a load that waits for each new page
+            # takes 490 instead of 90 ms for 146 MB. An embedded store may never fill its memory.
+            self._spawn(PoolPopulator(pool_address, pool_bytes, self._turns).run)
 
     def submit_offload(
         self, copy_id: CopyId, group_idx: int, block_ids: IntArray, slots: IntArray
     ) -> None:
         """Copy blocks to slots."""
         runs = self._addressing(group_idx).runs(block_ids, slots)
-        self._copy(runs.pool_addresses, runs.device_addresses, runs.sizes_bytes)
+        self._copy((runs.pool_addresses, runs.device_addresses, runs.sizes_bytes))
         self._complete.append(copy_id)
 
     def submit_load(
@@ -112,7 +109,7 @@ class HostCopyEngine:
     ) -> None:
         """Copy slots to blocks."""
         runs = self._addressing(group_idx).runs(block_ids, slots)
-        self._copy(runs.device_addresses, runs.pool_addresses, runs.sizes_bytes)
+        self._copy((runs.device_addresses, runs.pool_addresses, runs.sizes_bytes))
         self._complete.append(copy_id)
 
     def mark_compute(self) -> ComputeMark:
@@ -131,8 +128,8 @@ class HostCopyEngine:
         """Do nothing: a submitted copy is a finished copy."""
 
     def close(self) -> None:
-        """Forget the regions; prefault no further piece."""
-        self._is_closed = True
+        """Forget the regions; populate no further page."""
+        self._turns.end()
         self._groups = {}
         self._caches = None
 
@@ -142,57 +139,28 @@ class HostCopyEngine:
             raise LayoutError(f"group {group_idx} is not registered for copies")
         return addressing
 
-    def _copy(self, targets: IntArray, sources: IntArray, sizes: IntArray) -> None:
+    def _copy(self, runs: Piece) -> None:
+        """Copy, and let what gives way to copies know."""
+        with self._copying_lock:
+            self._copying_count += 1
+        try:
+            self._move(runs)
+        finally:
+            with self._copying_lock:
+                self._copying_count -= 1
+
+    def _move(self, runs: Piece) -> None:
         """Copy alone, or with the help of whoever is free."""
+        sizes = runs[2]
         size_min = max(self._share_bytes_min, len(sizes) * self._share_run_bytes_min)
-        if self._spawn is None or int(sizes.sum()) < size_min:
-            _move(targets, sources, sizes)
+        if self._spawn is None or not self._helper_count or int(sizes.sum()) < size_min:
+            move(runs)
             return
         piece_count = _PIECES_PER_THREAD * (self._helper_count + 1)
-        pieces = (np.array_split(array, piece_count) for array in (targets, sources, sizes))
-        shared = _SharedCopy(deque(zip(*pieces, strict=True)))
+        shared = SharedCopy(pieces_of(runs, piece_count, self._part_bytes_min))
         for _ in range(self._helper_count):
             self._spawn(shared.help)
         shared.finish()
 
-
-class _SharedCopy:
-    """A copy in pieces: each thread takes the next one until none is left."""
-
-    def __init__(self, pieces: deque[tuple[IntArray, IntArray, IntArray]]) -> None:
-        self._pieces = pieces
-        self._unfinished_count = len(pieces)
-        # An interruption cannot keep a lock from being left, as it can a condition, which is left
-        # by a function in Python.
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
-
-    def help(self) -> None:
-        """Copy pieces until none is left."""
-        while True:
-            try:
-                piece = self._pieces.popleft()
-            except IndexError:
-                return
-            is_moved = False
-            try:
-                _move(*piece)
-                is_moved = True
-            finally:
-                with self._lock:
-                    if is_moved:
-                        self._unfinished_count -= 1
-                    else:  # no memory, say; to copy it once more does no harm
-                        self._pieces.append(piece)
-                    self._changed.notify_all()
-
-    def finish(self) -> None:
-        """Copy pieces, then wait for those that helpers took."""
-        while self._unfinished_count:
-            self.help()
-            with self._lock:
-                self._changed.wait_for(lambda: self._pieces or not self._unfinished_count)
-
-
-def _move(targets: IntArray, sources: IntArray, sizes: IntArray) -> None:
-    deque(map(ctypes.memmove, targets.tolist(), sources.tolist(), sizes.tolist()), maxlen=0)
+    def _is_transferring(self) -> bool:
+        return self._copying_count > 0 or self._is_io_under_way()

@@ -3,6 +3,7 @@
 import ctypes
 import logging
 import platform
+from functools import cache
 
 from tierstore.bounded_log import bounded
 
@@ -63,6 +64,7 @@ def keep_from_children(address: int, size_bytes: int) -> bool:
     return int(done) == 0
 
 
+@cache
 def _libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]

@@ -10,7 +10,7 @@ from tierstore.backend.protocol import PoolRegion
 from tierstore.bounded_log import bounded
 from tierstore.clock import Clock, MonotonicClock
 from tierstore.config import StoreConfig
-from tierstore.dma.gpu.pinning import SPAWN_MAX
+from tierstore.dma.background import SPAWN_MAX
 from tierstore.dma.opening import open_copy_engine
 from tierstore.dma.protocol import CopyEngine
 from tierstore.executor.copies import Copies
@@ -119,6 +119,7 @@ class TransferExecutor:
                     config.gpu,
                     counters=counters,
                     spawn=None if background is None else background.submit_urgent,
+                    is_io_under_way=lambda: any(tier.progress.has_tasks for tier in tiers),
                     compute_stream=compute_stream,
                 )
                 undo.callback(engine.close)
@@ -265,9 +266,10 @@ def _open_background(undo: ExitStack) -> IoPool:
     """Start the threads that give the pool its pages.
 
     On a CPU, too: pages that come as they are used delay each load from disk (490 instead of 90 ms
-    for 146 MB). An embedded store does without, since it may never fill its memory.
+    for 146 MB). They give way to transfers, and one of them does while others help with a copy:
+    so there is one more. An embedded store does without, since it may never fill its memory.
     """
-    background = IoPool(SPAWN_MAX, "tierstore-background")
+    background = IoPool(SPAWN_MAX + 1, "tierstore-background")
     undo.callback(background.close, _CLOSE_SECONDS)
     background.open()
     return background

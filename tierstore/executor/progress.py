@@ -79,6 +79,11 @@ class TierProgress:
         self._moved_at = -math.inf
         """When a task last began or ended, or a thread was free to begin one."""
 
+    @property
+    def has_tasks(self) -> bool:
+        """Whether a task is queued or under way; a look at it needs no lock."""
+        return self._task_count > 0
+
     def accept(self, now: float) -> None:
         """Note that a task is queued."""
         if not self._is_busy():

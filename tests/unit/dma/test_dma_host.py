@@ -1,7 +1,6 @@
 """The host copy engine passes the conformance suite; the address arithmetic coalesces."""
 
 import ctypes
-import mmap
 import os
 import threading
 from collections import deque
@@ -12,6 +11,7 @@ import pytest
 from tierstore.dma.host import HostCopyEngine
 from tierstore.dma.protocol import CopyId
 from tierstore.dma.runs import GroupAddressing
+from tierstore.dma.shared_copy import pieces_of
 from tierstore.errors import LayoutError
 from tierstore.io_pool import IoPool
 from tierstore.layout import (
@@ -48,59 +48,12 @@ class TestSharedHostCopies(CopyConformance):
         assert self.threads.close(60.0)
 
     def make_engine(self):
-        return HostCopyEngine(self.threads.submit_urgent, share_bytes_min=0, share_run_bytes_min=0)
+        return HostCopyEngine(
+            self.threads.submit_urgent, share_bytes_min=0, share_run_bytes_min=0, part_bytes_min=1
+        )
 
     def make_memory(self, data):
         return HostMemory(data)
-
-
-POOL_BYTES = 40 << 20
-
-
-@pytest.fixture
-def pool():
-    """Return memory without pages, its address, and a count of those that have come."""
-    mapping = mmap.mmap(-1, POOL_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    address = np.frombuffer(mapping, np.uint8).ctypes.data
-    here = (ctypes.c_ubyte * (POOL_BYTES // PAGE_BYTES))()
-
-    def page_count():
-        mincore = ctypes.CDLL(None, use_errno=True).mincore
-        assert mincore(ctypes.c_void_p(address), ctypes.c_size_t(POOL_BYTES), here) == 0
-        return sum(byte & 1 for byte in here)
-
-    return mapping, address, page_count
-
-
-def no_caches():
-    return CanonicalKVCaches(
-        tensors=(), group_refs=(), chunk_order=ChunkOrder.LAYER_MAJOR, device="cpu"
-    )
-
-
-def test_the_pool_gets_its_pages_in_the_background_and_keeps_its_bytes(pool):
-    mapping, address, page_count = pool
-    mapping[:PAGE_BYTES] = b"k" * PAGE_BYTES
-    tasks = deque()
-    HostCopyEngine(tasks.append).register(no_caches(), 1, address, POOL_BYTES)
-    assert page_count() < POOL_BYTES // PAGE_BYTES
-    while tasks:
-        tasks.popleft()()
-    assert page_count() == POOL_BYTES // PAGE_BYTES
-    assert mapping[:PAGE_BYTES] == b"k" * PAGE_BYTES
-
-
-def test_no_page_comes_after_the_engine_was_closed(pool):
-    _, address, page_count = pool
-    tasks = deque()
-    engine = HostCopyEngine(tasks.append)
-    engine.register(no_caches(), 1, address, POOL_BYTES)
-    tasks.popleft()()
-    before = page_count()
-    engine.close()
-    while tasks:
-        tasks.popleft()()
-    assert 0 < before == page_count() < POOL_BYTES // PAGE_BYTES
 
 
 def one_layer(blocks):
@@ -141,6 +94,67 @@ def test_large_copies_of_large_runs_are_shared_and_end_without_a_helper_too(page
     for task in spawned:
         task()  # late: nothing is left
     assert np.array_equal(pool, blocks[::-1])
+
+
+def test_one_large_run_is_divided_among_threads(monkeypatch):
+    """Adjacent blocks in adjacent slots: one run, of which a helper copies its part."""
+    helper_began = threading.Event()
+    memmove = ctypes.memmove
+    moved = deque()
+
+    def counting(target, source, size_bytes):
+        is_helper = threading.current_thread() is not threading.main_thread()
+        if is_helper:
+            helper_began.set()
+        else:
+            assert helper_began.wait(60.0)
+        moved.append((is_helper, size_bytes))
+        return memmove(target, source, size_bytes)
+
+    monkeypatch.setattr(ctypes, "memmove", counting)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    blocks = np.arange(16 << 20, dtype=np.uint32).astype(np.uint8).reshape(-1, 1 << 20)
+    pool = np.zeros_like(blocks)
+    threads = IoPool(2, "copies")
+    threads.open()
+    engine = HostCopyEngine(threads.submit_urgent)
+    engine.register(one_layer(blocks), 1, pool.ctypes.data, pool.nbytes)
+    ids = np.arange(len(blocks))
+    engine.submit_offload(CopyId(1), 0, ids[:, None], ids * (blocks.shape[1] // PAGE_BYTES))
+    engine.close()
+    assert threads.close(60.0)
+    assert np.array_equal(pool, blocks)
+    assert sum(size_bytes for _, size_bytes in moved) == blocks.nbytes
+    assert max(size_bytes for _, size_bytes in moved) <= blocks.nbytes // 8
+    assert {is_helper for is_helper, _ in moved} == {False, True}
+
+
+@pytest.mark.parametrize("piece_count", [1, 2, 7, 40])
+@pytest.mark.parametrize("part_bytes_min", [1, PAGE_BYTES, 1 << 20])
+@pytest.mark.parametrize("seed", range(4))
+def test_pieces_hold_each_byte_once_and_about_as_many_as_each_other(
+    piece_count, part_bytes_min, seed
+):
+    rng = np.random.default_rng(seed)
+    sizes = rng.choice([1, 100, PAGE_BYTES, 3 * PAGE_BYTES + 5, 9 << 20], rng.integers(1, 30))
+    gaps = rng.integers(0, 3, len(sizes)) * PAGE_BYTES
+    sources = np.cumsum(sizes + gaps) - sizes
+    targets = sources[::-1].copy()
+    pieces = pieces_of((targets, sources, sizes), piece_count, part_bytes_min)
+    moved = [part for piece in pieces for part in zip(*map(np.ndarray.tolist, piece), strict=True)]
+    at = 0
+    for target, source, size_bytes in zip(targets, sources, sizes, strict=True):
+        done = 0
+        while done < size_bytes:
+            part = moved[at]
+            assert part[:2] == (target + done, source + done)
+            done += part[2]
+            at += 1
+        assert done == size_bytes
+    assert at == len(moved)
+    assert 1 <= len(pieces) <= piece_count
+    part_max = max(part_bytes_min, -(-int(sizes.sum()) // piece_count)) + PAGE_BYTES
+    assert max(int(piece[2].sum()) for piece in pieces) <= 2 * part_max
 
 
 def test_the_part_of_a_helper_that_dies_is_copied_by_others(monkeypatch):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tierstore.clock import MonotonicClock
+from tierstore.dma.background import BackgroundTurns
 from tierstore.dma.gpu.pinning import PoolPinner
 from tierstore.dma.host_memory import bind_to_node, prefault
 from tierstore.errors import DeviceBusyError
@@ -42,12 +43,18 @@ def pool():
         yield pool
 
 
-def make_pinner(api: FakeCuda, pool: HostPool, counters: Counters | None = None) -> PoolPinner:
+def make_pinner(
+    api: FakeCuda,
+    pool: HostPool,
+    counters: Counters | None = None,
+    turns: BackgroundTurns | None = None,
+) -> PoolPinner:
     return PoolPinner(
         api,
         pool.address,
         pool.size_bytes,
         counters or Counters(),
+        turns=turns,
         piece_bytes=PIECE,
         clock=MonotonicClock(),
     )
@@ -100,6 +107,70 @@ def test_a_refusal_leaves_the_rest_pageable_with_one_warning(pool, caplog) -> No
     pinner.close()
     assert api.registered_bytes == 0
     assert counters.snapshot()["pinned_bytes"] == 0
+
+
+def test_no_piece_is_pinned_while_transfers_are_under_way(pool) -> None:
+    """They begin at the fourth look and are over at the sixth after that."""
+    api, tasks, seen = FakeCuda(), Tasks(), []
+
+    def is_busy() -> bool:
+        seen.append(api.registered_bytes)
+        return 4 <= len(seen) <= 9
+
+    pinner = make_pinner(api, pool, turns=BackgroundTurns(is_busy, looks_max=20, look_seconds=0))
+    pinner.open(tasks.spawn)
+    tasks.run()
+    assert len(set(seen[3:10])) == 1
+    assert seen[2] <= seen[3] < SIZE
+    assert pinner.pinned(addresses(pool)) is None
+    pinner.close()
+
+
+def test_a_piece_that_has_its_pages_waits_for_a_transfer_that_began_meanwhile(pool) -> None:
+    """The first look is before the piece is taken; the transfer is over at the sixth."""
+    api, tasks, seen = FakeCuda(), Tasks(), []
+
+    def is_busy() -> bool:
+        seen.append(api.registered_bytes)
+        return 2 <= len(seen) <= 5
+
+    pinner = make_pinner(api, pool, turns=BackgroundTurns(is_busy, looks_max=20, look_seconds=0))
+    pinner.open(tasks.spawn)
+    tasks.run()
+    assert seen[:7] == [0] * 6 + [PIECE]
+    assert pinner.pinned(addresses(pool)) is None
+    pinner.close()
+
+
+def test_the_pool_is_pinned_though_transfers_never_end(pool) -> None:
+    api, tasks, seen = FakeCuda(), Tasks(), []
+
+    def is_busy() -> bool:
+        seen.append(api.registered_bytes)
+        return True
+
+    pinner = make_pinner(api, pool, turns=BackgroundTurns(is_busy, looks_max=3, look_seconds=0))
+    pinner.open(tasks.spawn)
+    tasks.run()
+    assert pinner.pinned(addresses(pool)) is None
+    for piece in range(PIECES):
+        assert seen.count(piece * PIECE) >= 3, "a piece was pinned before its time was up"
+    pinner.close()
+
+
+def test_close_ends_pinning_that_gives_way(pool) -> None:
+    api, is_asked = FakeCuda(), threading.Event()
+
+    def is_busy() -> bool:
+        is_asked.set()
+        return True
+
+    pinner = make_pinner(api, pool, turns=BackgroundTurns(is_busy, look_seconds=3600))
+    pinner.open(in_threads)
+    assert is_asked.wait(60)
+    pinner.close()
+    assert pinner._task_count == 0, "a thread still waits for its turn"
+    assert api.registered_bytes == 0
 
 
 class Capturing(FakeCuda):

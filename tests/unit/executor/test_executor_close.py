@@ -1,4 +1,7 @@
-"""The executor when it is closed over a hung read, or when a copy raises an unforeseen error."""
+"""The executor when it is closed over a hung read, or when a copy raises an unforeseen error.
+
+And what it tells background work of reads that are under way.
+"""
 
 import threading
 from collections.abc import Callable
@@ -8,6 +11,7 @@ import numpy as np
 from tierstore.codec.record import PLACE_BYTES
 from tierstore.config import load_config
 from tierstore.executor import TransferExecutor
+from tierstore.executor import executor as executor_module
 from tierstore.key import Namespace, make_offload_keys
 from tierstore.layout import ChunkOrder
 from tierstore.manifest import Manifest
@@ -104,3 +108,27 @@ def test_a_load_from_disk_reaches_its_block(tmp_path):
     block = memory.read()[BLOCK * PAGE :][:PAGE]
     assert (block == 7).all()
     executor.close()
+
+
+def test_background_work_is_told_of_reads_until_they_end(tmp_path, monkeypatch):
+    told = []
+    open_copy_engine = executor_module.open_copy_engine
+
+    def open_told(*args, is_io_under_way, **kwargs):
+        told.append(is_io_under_way)
+        return open_copy_engine(*args, is_io_under_way=is_io_under_way, **kwargs)
+
+    monkeypatch.setattr(executor_module, "open_copy_engine", open_told)
+    may_end = threading.Event()
+    memory = HostMemory(np.zeros(BLOCK_COUNT * PAGE, np.uint8))
+    executor = open_executor(tmp_path, memory, lambda: may_end.wait(60))
+    (is_io_under_way,) = told
+    assert not is_io_under_way()
+    executor.submit([load()])
+    assert is_io_under_way()
+    may_end.set()
+    (answer,) = executor.drain(60)
+    assert answer.ok
+    assert not is_io_under_way()
+    executor.close()
+    assert not is_io_under_way()

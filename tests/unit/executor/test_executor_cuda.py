@@ -147,13 +147,14 @@ class OpenedOnFake:
         self.memory = FakeDeviceMemory(self.api, np.zeros(BLOCK_COUNT * page, np.uint8))
         monkeypatch.setattr(executor_module, "open_copy_engine", self._open_engine)
 
-    def _open_engine(self, device, config, *, counters, spawn, compute_stream):
+    def _open_engine(self, device, config, *, counters, spawn, is_io_under_way, compute_stream):
         return CudaCopyEngine(
             self.api,
             device=device,
             config=config,
             counters=counters,
             spawn=spawn,
+            is_io_under_way=is_io_under_way,
             compute_stream=compute_stream,
         )
 

@@ -145,6 +145,11 @@ class CopyStream:
             self._waiting.append(copy)
             self._push()
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether copies had not ended when somebody last looked; takes no lock."""
+        return bool(self._waiting or self._in_flight)
+
     def poll(self) -> CopyProgress:
         """Look what is complete and use the room. Never blocks.
 

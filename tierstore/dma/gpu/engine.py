@@ -22,6 +22,7 @@ from collections.abc import Callable
 from tierstore.bounded_log import bounded
 from tierstore.clock import MonotonicClock
 from tierstore.config import GpuConfig
+from tierstore.dma.background import BackgroundTurns, Spawn, no_io
 from tierstore.dma.gpu.calibration import measure_thresholds
 from tierstore.dma.gpu.copy_stream import (
     CopyProgress,
@@ -39,7 +40,7 @@ from tierstore.dma.gpu.methods import (
     RegionBorders,
     Thresholds,
 )
-from tierstore.dma.gpu.pinning import PoolPinner, Spawn
+from tierstore.dma.gpu.pinning import PoolPinner
 from tierstore.dma.protocol import ComputeMark, CopyId
 from tierstore.dma.runs import GroupAddressing
 from tierstore.errors import DeviceError, LayoutError
@@ -80,6 +81,7 @@ class CudaCopyEngine:
         config: GpuConfig,
         counters: Counters,
         spawn: Spawn | None,
+        is_io_under_way: Callable[[], bool] = no_io,
         compute_stream: Callable[[], int] | None = None,
     ) -> None:
         """Do nothing yet; `register` takes streams and memory.
@@ -90,6 +92,7 @@ class CudaCopyEngine:
             config: given thresholds; those missing are measured.
             counters: bytes and seconds of pinning.
             spawn: runs pinning tasks in the background; None: the pool stays pageable.
+            is_io_under_way: whether slots are read or written; pinning gives way to that, too.
             compute_stream: returns the `cudaStream_t` on which the engine launches its work, when
                 called by the thread that does; None: the legacy default stream.
         """
@@ -98,6 +101,7 @@ class CudaCopyEngine:
         self._config = config
         self._counters = counters
         self._spawn = spawn
+        self._is_io_under_way = is_io_under_way
         self._compute_stream = compute_stream
         self._groups: dict[int, GroupAddressing] = {}
         self._caches: CanonicalKVCaches | None = None
@@ -130,7 +134,13 @@ class CudaCopyEngine:
             if refs
         }
         pinned_bytes = pool_bytes if self._spawn is not None else 0
-        self._pinner = PoolPinner(self._api, pool_address, pinned_bytes, self._counters)
+        self._pinner = PoolPinner(
+            self._api,
+            pool_address,
+            pinned_bytes,
+            self._counters,
+            turns=BackgroundTurns(self._is_transferring),
+        )
         drop_failing_methods(self._api)
         self._selector = MethodSelector(
             _thresholds(self._api, self._config),
@@ -242,6 +252,9 @@ class CudaCopyEngine:
         runs = self._selector.cut(addressing.runs(block_ids, slots))
         pinned = self._pinner.pinned(runs.pool_addresses)
         return deque(self._selector.select(runs, pinned, direction))
+
+    def _is_transferring(self) -> bool:
+        return self._is_io_under_way() or any(stream.is_under_way for stream in self._streams)
 
     def _stream_for(self, direction: CopyDirection, *, urgent: bool = False) -> CopyStream:
         if not self._streams:

@@ -5,32 +5,31 @@
 
 The pool is usable at once: slots are given out from the low addresses upwards, so that those in use
 are pinned first, and a copy of a slot that is not pinned yet works too. It is slower, and the
-thread that submits it waits for its bytes.
+thread that submits it waits for its bytes. Pinning gives way to transfers, at each piece and for a
+bounded time.
 """
 
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
 from tierstore.bounded_log import bounded
 from tierstore.clock import Clock, MonotonicClock
+from tierstore.dma.background import SPAWN_MAX, BackgroundTurns, Spawn, no_io
 from tierstore.dma.gpu.cuda_api import CudaApi
-from tierstore.dma.host_memory import bind_to_node, keep_from_children, prefault
+from tierstore.dma.host_memory import bind_to_node, keep_from_children
+from tierstore.dma.populator import prefault_in_steps
 from tierstore.errors import DeviceBusyError, DeviceError
 from tierstore.layout import PAGE_BYTES, round_up
 from tierstore.metrics import Counters, Metric
 from tierstore.transfer import IntArray
 
-__all__ = ["PIECE_BYTES", "SPAWN_MAX", "PoolPinner", "Spawn"]
+__all__ = ["PIECE_BYTES", "PoolPinner"]
 
 _logger = bounded(logging.getLogger(__name__))
-
-Spawn = Callable[[Callable[[], None]], None]
-"""Runs a task in a background thread."""
 
 PIECE_BYTES = 64 << 20
 """Small enough that other calls of the process get their turn at the driver between two pieces. One
@@ -38,8 +37,6 @@ registration of the whole pool lost: usable only at its end, and the driver is l
 Runs are cut where registrations meet (`RegionBorders`)."""
 
 _PIECES_MAX = 1 << 15
-SPAWN_MAX = 4
-"""Most tasks that are spawned at once, and threads that run them."""
 _CLOSE_TIMEOUT_SECONDS = 30.0
 _BUSY_SECONDS = 0.1
 """Between two attempts at a driver that refuses while a CUDA graph is captured."""
@@ -55,16 +52,21 @@ class PoolPinner:
         size_bytes: int,
         counters: Counters,
         *,
+        turns: BackgroundTurns | None = None,
         piece_bytes: int = PIECE_BYTES,
         clock: Clock | None = None,
     ) -> None:
-        """Do nothing yet; see `open`. `size_bytes` 0 stands for a pool that is never pinned."""
+        """Do nothing yet; see `open`. `size_bytes` 0 stands for a pool that is never pinned.
+
+        `turns` says when a piece may be pinned (None: always); `close` ends it.
+        """
         self._api = api
         self._address = address
         self._size_bytes = size_bytes
         self._piece_bytes = max(piece_bytes, round_up(-(-size_bytes // _PIECES_MAX), PAGE_BYTES))
         self._counters = counters
         self._clock = clock or MonotonicClock()
+        self._turns = turns or BackgroundTurns(no_io)
         piece_count = -(-size_bytes // self._piece_bytes)
         self._pinned = np.zeros(piece_count, bool)
         # An interruption cannot keep a lock from being left, as it can a condition, which is left
@@ -113,6 +115,7 @@ class PoolPinner:
 
     def close(self) -> None:
         """Stop, and unregister every piece; idempotent. No copy may be in flight."""
+        self._turns.end()
         with self._lock:
             self._closing = True
             self._queue.clear()
@@ -134,10 +137,11 @@ class PoolPinner:
         try:
             self._api.use_device()
             self._api.relax_capture()
-            while (piece := self._next_piece()) is not None:
-                prefault(self._address + piece * self._piece_bytes, self._bytes_of(piece))
+            while self._turns.wait() and (piece := self._next_piece()) is not None:
+                prefault_in_steps(self._address + piece * self._piece_bytes, self._bytes_of(piece))
                 # One at a time: the driver lets only one in anyway, and others want their turn.
                 with self._registering:
+                    self._turns.wait()
                     while not (self._closing or self._register(piece)):
                         self._wait_for_driver()
         except DeviceError as error:
@@ -181,6 +185,7 @@ class PoolPinner:
                 return
             self._closing = True
             self._queue.clear()
+        self._turns.end()
         _logger.warning(
             "pool is not pinned: pinned_bytes=%d of %d cause=%s; copies of the rest are slower and "
             "hold up the engine; raise the limit of locked memory (ulimit -l) or lower "
