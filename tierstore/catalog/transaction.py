@@ -188,6 +188,36 @@ class CatalogTxn:
         `page_count` is of one rank. At most `_EVICT_COUNT_MAX` records per transaction. Garbage on
         the way goes, too, and frees nothing: a caller that needs pages asks again.
         """
+        sequences, keys = self._oldest(page_count, record_count)
+        if not keys:
+            return 0
+        # In the order of the keys: a page of rows is searched for and changed while it is at hand.
+        keys_sorted = sorted(keys)
+        pop = partial(self._txn.pop, db=self._databases.records)
+        rows = dict(zip(keys_sorted, map(pop, keys_sorted), strict=True))
+        values = [row for key in keys if (row := rows[key]) is not None]
+        if len(values) < len(keys):
+            raise CatalogDamagedError("order names a key without a record")
+        for _ in map(partial(self._txn.delete, db=self._databases.order), sequences):
+            pass
+        self._dropped_count += len(keys)
+        records = decode_records(values)
+        if self.floors:
+            living = self.floors.living(keys, records)
+            keys = [keys[index] for index in np.flatnonzero(living).tolist()]
+            records = records[living]
+        if keys:
+            self._free(records)
+            self.evicted.extend(map(OffloadKey, keys))
+            self.space.state.evicted_count += len(keys)
+        return len(sequences)
+
+    def _oldest(self, page_count: int, record_count: int) -> tuple[list[bytes], list[bytes]]:
+        """Return sequences and keys of the oldest unpinned records, until both counts are reached.
+
+        Raises:
+            CatalogDamagedError: the order names a key twice.
+        """
         sequences: list[bytes] = []
         keys: list[bytes] = []
         pages = 0
@@ -203,24 +233,9 @@ class CatalogTxn:
                 sequences.append(sequence)
                 keys.append(key)
                 pages += int.from_bytes(value[:ORDER_PAGES_BYTES], "little")
-        if not keys:
-            return 0
-        values = list(map(partial(self._txn.pop, db=self._databases.records), keys))
-        if None in values:
-            raise CatalogDamagedError("order names a key without a record")
-        for _ in map(partial(self._txn.delete, db=self._databases.order), sequences):
-            pass
-        self._dropped_count += len(keys)
-        records = decode_records(values)  # type: ignore[arg-type]
-        if self.floors:
-            living = self.floors.living(keys, records)
-            keys = [keys[index] for index in np.flatnonzero(living).tolist()]
-            records = records[living]
-        if keys:
-            self._free(records)
-            self.evicted.extend(map(OffloadKey, keys))
-            self.space.state.evicted_count += len(keys)
-        return len(sequences)
+        if len(set(keys)) < len(keys):
+            raise CatalogDamagedError("the order names a key twice")
+        return sequences, keys
 
     def adopt_dead(
         self, is_dead: Callable[[int], bool], *, with_idle_releases: bool = False
