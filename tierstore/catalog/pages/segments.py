@@ -7,7 +7,7 @@ from tierstore.catalog.rows import Databases, RowArray, SegmentRow, StateRow, se
 from tierstore.errors import CatalogDamagedError
 from tierstore.lmdb_env.library import Transaction
 
-__all__ = ["Segments", "is_in_use"]
+__all__ = ["Segments", "by_segment", "is_in_use"]
 
 
 class Segments:
@@ -102,10 +102,8 @@ class Segments:
         self._cached.flush()
 
     def _count(self, places: RowArray, sign: int) -> None:
-        segments, inverse = np.unique(places["segment"], return_inverse=True)
-        counts = np.bincount(inverse).tolist()
-        payloads = np.bincount(inverse, weights=places["payload_bytes"]).astype(np.int64).tolist()
-        for segment, count, payload in zip(segments.tolist(), counts, payloads, strict=True):
+        for segment, part in by_segment(places):
+            count, payload = len(part), int(part["payload_bytes"].sum(dtype=np.int64))
             row = self.row(segment)
             row.record_count += sign * count
             row.payload_bytes += sign * payload
@@ -113,6 +111,18 @@ class Segments:
             self._state.payload_bytes += sign * payload
             if row.record_count < 0 or row.payload_bytes < 0:
                 raise CatalogDamagedError(f"segment {segment} loses more records than it has")
+
+
+def by_segment(rows: RowArray) -> list[tuple[int, RowArray]]:
+    """Cut rows with a segment apart; those of one request lie in one or two segments."""
+    if not len(rows):
+        return []
+    segments = rows["segment"]
+    first = int(segments[0])
+    if (segments == first).all():
+        return [(first, rows)]
+    unique = np.unique(segments).tolist()
+    return [(segment, rows[segments == segment]) for segment in unique]
 
 
 def is_in_use(txn: Transaction, databases: Databases, segment: int) -> bool:

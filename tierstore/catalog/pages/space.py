@@ -5,6 +5,8 @@ records stay charged until every rank has given them back. Where the file system
 units only (`BlockUnits`), they stay charged until all of their unit is free, and was given back.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -17,8 +19,9 @@ from tierstore.catalog.pages.extents import (
     laid_out_pages,
 )
 from tierstore.catalog.pages.freed_units import FreedUnits
+from tierstore.catalog.pages.order import Order
 from tierstore.catalog.pages.pending import PendingRows
-from tierstore.catalog.pages.segments import Segments
+from tierstore.catalog.pages.segments import Segments, by_segment
 from tierstore.catalog.pages.state import read_state, write_state
 from tierstore.catalog.rows import (
     EXTENT_DTYPE,
@@ -64,7 +67,8 @@ class Space:
         self.budget = Budget.measure(txn, databases, geometry, state, size=size)
         self._stored_state = state.pack()
         self.segments = Segments(txn, databases, state)
-        self.extents = Extents(txn, databases)
+        self._extents = Extents(txn, databases)
+        self.order = Order(txn, databases, state, self._extents)
         self._freed: list[RowArray] = []
         self._shrunk: set[int] = set()
 
@@ -175,8 +179,8 @@ class Space:
         )
         self._free(runs)
 
-    def free_places(self, places: RowArray) -> None:
-        """Free records that are gone from the catalog, and headers whose last record goes."""
+    def free_places(self, places: RowArray, emptied: Sequence[int]) -> None:
+        """Free records that are gone from the catalog, and the headers of `emptied` extents."""
         header_pages = self._geometry.header_pages
         runs = np.empty(len(places), RUN_DTYPE)
         runs["segment"] = places["segment"]
@@ -184,7 +188,6 @@ class Space:
             places["header_page"] + header_pages + places["index"] * places["stride_pages"]
         )
         runs["page_count"] = places["stride_pages"]
-        emptied = self.extents.free(places)
         if emptied and header_pages:
             headers = [(key >> 32, key & 0xFFFFFFFF, 1) for key in emptied]
             runs = np.concatenate([runs, np.array(headers, RUN_DTYPE)])
@@ -251,7 +254,7 @@ class Space:
     def flush(self) -> None:
         """Write the changed rows into the transaction."""
         self.segments.flush()
-        self.extents.flush()
+        self._extents.flush()
         if self.state.pack() != self._stored_state:  # else an idle transaction would write pages
             write_state(self._txn, self._databases, self.state)
 
@@ -313,6 +316,4 @@ class Space:
 
 
 def _pages_by_segment(runs: RowArray) -> list[tuple[int, int]]:
-    segments, inverse = np.unique(runs["segment"], return_inverse=True)
-    sums = np.bincount(inverse, weights=runs["page_count"]).astype(np.int64)
-    return list(zip(segments.tolist(), sums.tolist(), strict=True))
+    return [(s, int(part["page_count"].sum(dtype=np.int64))) for s, part in by_segment(runs)]
