@@ -18,6 +18,8 @@ class Ticket:
     """Places that were reserved and not yet committed, in the process that reserved them."""
 
     keys: tuple[OffloadKey, ...]
+    payload_bytes: int
+    """Of each record."""
     records: RowArray
     """The place of each key, `PLACE_DTYPE`."""
     extents: RowArray

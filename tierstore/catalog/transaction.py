@@ -98,7 +98,7 @@ class CatalogTxn:
         places["stride_pages"] = stride_pages
         places["payload_bytes"] = payload_bytes
         pending_id = self.space.pending.add(PendingRow(self.space.owner, extents=extents))
-        return Ticket(tuple(keys), places, extents, pending_id)
+        return Ticket(tuple(keys), payload_bytes, places, extents, pending_id)
 
     def commit(self, ticket: Ticket, failed: Collection[int]) -> bool:
         """Publish a ticket's records, except the failed ones and those that another process has.
@@ -106,9 +106,8 @@ class CatalogTxn:
         The last key becomes the oldest, so that a prefix loses its tail first. False: another
         process took this owner for dead, and its places for free.
         """
-        if self.space.pending.find(ticket.pending_id) is None:
+        if not self.space.pending.remove(ticket.pending_id):
             return False
-        self.space.pending.remove(ticket.pending_id)
         living = set(extent_keys(self.space.end_writing(ticket.extents)).tolist())
         good = [True] * len(ticket.keys)
         for index in failed:
@@ -318,26 +317,22 @@ class CatalogTxn:
 
     def _enter(self, ticket: Ticket, extents: Sequence[TicketExtent], kept: list[int]) -> None:
         """Enter the records that were written into their extents; free the places of the others."""
-        is_kept = bytearray(len(ticket.keys))
-        for index in kept:
-            is_kept[index] = 1
+        kept_set = set(kept)
         emptied: list[int] = []
         unused: list[int] = []
         for part in reversed(extents):
             places = range(part.first, part.end)
-            here = [index - part.first for index in places if is_kept[index]]
+            here = [index - part.first for index in places if index in kept_set]
             if len(here) < len(places):
-                unused += [index for index in places if not is_kept[index]]
-            if here:
-                row = ExtentRow.of(part.stride_pages, ticket.keys[part.first : part.end])
-                self.space.order.enter(part.extent, row, bits_of(here))
-            else:
+                unused += [index for index in places if index not in kept_set]
+            if not here:
                 emptied.append(part.extent)
-        if kept:
-            records = ticket.records if len(kept) == len(ticket.records) else ticket.records[kept]
-            self.space.segments.count_in(records)
-            for segment in set(records["segment"].tolist()):
-                self.space.trim_segment(segment)
+                continue
+            row = ExtentRow.of(part.stride_pages, ticket.keys[part.first : part.end])
+            self.space.order.enter(part.extent, row, bits_of(here))
+            segment = part.extent >> 32
+            self.space.segments.count_in(segment, len(here), ticket.payload_bytes)
+            self.space.trim_segment(segment)
         if unused:
             self.space.free_places(ticket.records[unused], emptied)
 

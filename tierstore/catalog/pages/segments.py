@@ -58,13 +58,14 @@ class Segments:
             self.uncharge(segment, row.charged_pages)
             self._cached.remove(segment)
 
-    def count_in(self, places: RowArray) -> None:
-        """Count records that were published."""
-        self._count(places, 1)
+    def count_in(self, segment: int, record_count: int, payload_bytes: int) -> None:
+        """Count records of so many bytes each that were published."""
+        self._count(segment, record_count, record_count * payload_bytes)
 
     def count_out(self, places: RowArray) -> None:
         """Count records that are gone."""
-        self._count(places, -1)
+        for segment, part in by_segment(places):
+            self._count(segment, -len(part), -int(part["payload_bytes"].sum(dtype=np.int64)))
 
     def forget_records(self, row: SegmentRow) -> None:
         """Count a segment's records out, which are garbage now."""
@@ -101,16 +102,14 @@ class Segments:
         """Write the changed rows into the transaction."""
         self._cached.flush()
 
-    def _count(self, places: RowArray, sign: int) -> None:
-        for segment, part in by_segment(places):
-            count, payload = len(part), int(part["payload_bytes"].sum(dtype=np.int64))
-            row = self.row(segment)
-            row.record_count += sign * count
-            row.payload_bytes += sign * payload
-            self._state.record_count += sign * count
-            self._state.payload_bytes += sign * payload
-            if row.record_count < 0 or row.payload_bytes < 0:
-                raise CatalogDamagedError(f"segment {segment} loses more records than it has")
+    def _count(self, segment: int, record_count: int, payload_bytes: int) -> None:
+        row = self.row(segment)
+        row.record_count += record_count
+        row.payload_bytes += payload_bytes
+        self._state.record_count += record_count
+        self._state.payload_bytes += payload_bytes
+        if row.record_count < 0 or row.payload_bytes < 0:
+            raise CatalogDamagedError(f"segment {segment} loses more records than it has")
 
 
 def by_segment(rows: RowArray) -> list[tuple[int, RowArray]]:

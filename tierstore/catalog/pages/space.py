@@ -8,7 +8,6 @@ units only (`BlockUnits`), they stay charged until all of their unit is free, an
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from tierstore.catalog.pages.budget import Budget, CatalogSize
 from tierstore.catalog.pages.extents import (
@@ -144,7 +143,7 @@ class Space:
             self.segments.charge(row, charged)
             count -= fit
         laid_out = np.array(extents, EXTENT_DTYPE)
-        self.state.writing_count += int(laid_out["count"].sum())
+        self.state.writing_count += sum(count for *_, count in extents)
         return laid_out
 
     def end_writing(self, extents: RowArray) -> RowArray:
@@ -152,10 +151,10 @@ class Space:
 
         A dead segment goes when the last of them has ended.
         """
-        self.state.writing_count -= int(extents["count"].sum())
+        self.state.writing_count -= sum(extents["count"].tolist())
         if self.state.writing_count < 0:
             raise CatalogDamagedError("more records end being written than began")
-        living: npt.NDArray[np.bool_] = np.ones(len(extents), bool)
+        living = [True] * len(extents)
         for index, segment in enumerate(extents["segment"].tolist()):
             row = self.segments.row(segment)
             if row.writing_count == 0:
@@ -164,7 +163,9 @@ class Space:
             if row.state == SegmentState.DEAD:
                 living[index] = False
                 self._shrunk.add(segment)
-        kept: RowArray = extents[living]
+        if all(living):
+            return extents
+        kept: RowArray = extents[np.array(living)]
         return kept
 
     def free_extents(self, extents: RowArray) -> None:
