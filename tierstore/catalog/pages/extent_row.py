@@ -66,11 +66,8 @@ class ExtentRow:
     def pack(self) -> bytes:
         """Return the row as bytes."""
         head = self.HEAD.pack(self.record_count, self.stride_pages, len(self.groups))
-        return (
-            head
-            + b"".join([self.GROUP.pack(*group) for group in self.groups.items()])
-            + (self.names)
-        )
+        groups = [self.GROUP.pack(*group) for group in self.groups.items()]
+        return b"".join([head, *groups, self.names])
 
     @classmethod
     def unpack(cls, value: bytes) -> Self:
@@ -82,8 +79,8 @@ class ExtentRow:
         if len(value) < cls.HEAD.size:
             raise CatalogDamagedError("an extent row is damaged")
         record_count, stride_pages, group_count = cls.HEAD.unpack_from(value)
-        names_at = cls.HEAD.size + group_count * cls.GROUP.size
-        names = value[names_at:]
+        groups_end = cls.HEAD.size + group_count * cls.GROUP.size
+        names = value[groups_end:]
         if (
             not 0 < record_count <= EXTENT_RECORDS_MAX
             or not 0 < group_count <= record_count
@@ -91,17 +88,16 @@ class ExtentRow:
             or len(names) != record_count + sum(names[:record_count])
         ):
             raise CatalogDamagedError("an extent row is damaged")
-        groups = dict(cls.GROUP.iter_unpack(value[cls.HEAD.size : names_at]))
-        row = cls(record_count, stride_pages, groups, names)
-        # Bits that no two groups share sum up to what they have in common.
-        if (
-            len(groups) != group_count
-            or not all(groups.values())
-            or sum(groups.values()) != row.live_bits
-            or row.live_bits >> record_count
-        ):
-            raise CatalogDamagedError("the groups of an extent row are damaged")
-        return row
+        groups = dict(cls.GROUP.iter_unpack(value[cls.HEAD.size : groups_end]))
+        common = 0
+        for bits in groups.values():
+            if not bits or bits & common:
+                break
+            common |= bits
+        else:
+            if len(groups) == group_count and not common >> record_count:
+                return cls(record_count, stride_pages, groups, names)
+        raise CatalogDamagedError("the groups of an extent row are damaged")
 
 
 def bits_of(indices: Sequence[int]) -> int:
