@@ -4,13 +4,12 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
-
 from tierstore.catalog.garbage import Floors
 from tierstore.catalog.pages.check import PageCheck
+from tierstore.catalog.pages.extent_row import ExtentRow
+from tierstore.catalog.pages.order import extent_keys
 from tierstore.catalog.pages.state import find_state
 from tierstore.catalog.rows import (
-    ORDER_PAGES_BYTES,
     Databases,
     SegmentRow,
     StateRow,
@@ -87,12 +86,11 @@ class _Check:
         self._floors = Floors(txn, databases)
         with txn.cursor(db=databases.records) as cursor:
             rows = [(key, value) for key, value in cursor]
-        self._index_of = {key: index for index, (key, _) in enumerate(rows)}
-        records = self._all_records = decode_records([value for _, value in rows])
+        records = decode_records([value for _, value in rows])
         living = self._floors.living([key for key, _ in rows], records)
-        self._garbage = records[~living]
         self._records = records[living]
-        """Those that count. Garbage has a place in the order, and nothing else."""
+        """The places of those that count. Garbage has rows, which nothing else refers to."""
+        self._keys = [key for (key, _), lives in zip(rows, living.tolist(), strict=True) if lives]
 
     def run(self) -> list[str]:
         return [
@@ -129,29 +127,32 @@ class _Check:
                 yield f"the floor of namespace {namespace.hex()} is above all segments"
 
     def _order_problems(self) -> Iterator[str]:
-        """Records and order name each other, one to one."""
+        """Groups of records and the order name each other, one to one."""
         with self._txn.cursor(db=self._databases.order) as cursor:
-            rows = [(key, value) for key, value in cursor]
-        order_count = len(rows)
-        sequences = np.frombuffer(b"".join([key.rjust(8, b"\0")[:8] for key, _ in rows]), ">u8")
-        pages = np.frombuffer(b"".join([value[:4].ljust(4, b"\0") for _, value in rows]), "<u4")
-        keys = [value[ORDER_PAGES_BYTES:] for _, value in rows]
-        index_of = self._index_of
-        indices = np.array([index_of.get(key, -1) for key in keys], np.int64)
-        for i in np.flatnonzero(indices < 0).tolist():
-            yield f"order names {keys[i].hex()}, which has no record"
-        known = np.flatnonzero(indices >= 0)
-        named = self._all_records[indices[known]]
-        for i in known[named["sequence"] != sequences[known]].tolist():
-            yield f"record {keys[i].hex()} and the order disagree about its age"
-        for i in known[named["place"]["stride_pages"] != pages[known]].tolist():
-            yield f"record {keys[i].hex()} and the order disagree about its pages"
-        row_count = len(self._records) + len(self._garbage)
-        if order_count != row_count:
-            yield f"{row_count} records, but {order_count} in the order"
-        for records in (self._records, self._garbage):
-            if len(records) and int(records["sequence"].max()) >= self._state.next_sequence:
-                yield "a record is younger than the next sequence"
+            rows = [(int.from_bytes(k, "big"), int.from_bytes(v, "big")) for k, v in cursor]
+        with self._txn.cursor(db=self._databases.extents) as cursor:
+            extents = {int.from_bytes(k, "big"): ExtentRow.unpack(v) for k, v in cursor}
+        groups = {(s, extent) for extent, row in extents.items() for s in row.groups}
+        for sequence, extent in set(rows) - groups:
+            yield f"order names records of extent {extent:#x} at {sequence}, which has none"
+        for sequence, extent in groups - set(rows):
+            yield f"records of extent {extent:#x} are missing in the order at {sequence}"
+        if any(sequence >= self._state.next_sequence for sequence, _ in groups):
+            yield "a record is younger than the next sequence"
+        yield from self._name_problems(extents)
+
+    def _name_problems(self, extents: dict[int, ExtentRow]) -> Iterator[str]:
+        """An extent has the keys of its records, which live in it.
+
+        That it has no others is what `PageCheck` counts.
+        """
+        names = {extent: (row.keys(), row.live_bits) for extent, row in extents.items()}
+        keys, records = self._keys, self._records
+        living = zip(keys, extent_keys(records).tolist(), records["index"].tolist(), strict=True)
+        for key, extent, index in living:
+            known, live_bits = names.get(extent, ((), 0))
+            if extent in names and not (live_bits >> index & 1 and known[index] == key):
+                yield f"record {key.hex()} and its extent {extent:#x} disagree"
 
     def _page_problems(self) -> list[str]:
         """Return what is wrong with extents, segments and their sums."""
@@ -160,7 +161,7 @@ class _Check:
             self._databases,
             self._geometry,
             self._state,
-            self._records["place"],
+            self._records,
             has_garbage=bool(self._floors),
         ).problems()
 

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from tierstore.catalog.pages.extent_row import ExtentRow
+from tierstore.catalog.pages.order import extent_keys
 from tierstore.catalog.rows import (
     Databases,
-    ExtentRow,
     PendingRow,
     RowArray,
     SegmentRow,
@@ -71,7 +72,7 @@ class PageCheck:
     def _record_problems(self) -> Iterator[str]:
         """Every record lies in a known extent, and extents count their records rightly."""
         places = self._places
-        keys = _extent_keys(places)
+        keys = extent_keys(places)
         unique, counts = np.unique(keys, return_counts=True)
         live = dict(zip(unique.tolist(), counts.tolist(), strict=True))
         for key in live.keys() | self._extents.keys():
@@ -277,9 +278,3 @@ def _sums(
     unique, inverse = np.unique(segments, return_inverse=True)
     sums = np.bincount(inverse, weights=weights, minlength=len(unique)).astype(np.int64)
     return dict(zip(unique.tolist(), sums.tolist(), strict=True))
-
-
-def _extent_keys(places: RowArray) -> npt.NDArray[np.uint64]:
-    high = places["segment"].astype(np.uint64) << np.uint64(32)
-    keys: npt.NDArray[np.uint64] = high | places["header_page"].astype(np.uint64)
-    return keys
