@@ -14,9 +14,10 @@ from tierstore.backend.segments.vectored import move_all
 from tierstore.device.block_units import UNSUPPORTED
 from tierstore.device.system import SystemCalls
 
-__all__ = ["SegmentFiles"]
+__all__ = ["TOO_MANY_OPEN", "SegmentFiles"]
 
-_TOO_MANY_OPEN = {errno.EMFILE, errno.ENFILE}
+TOO_MANY_OPEN = {errno.EMFILE, errno.ENFILE}
+"""Errors that say: there is no descriptor for now."""
 _FILE_BYTES_MAX = (1 << 63) - 1
 _GIVEN_BACK_MAX = 1 << 14
 """Ranges of absent segments that are remembered at most. Most of these segments were removed by
@@ -48,6 +49,11 @@ class SegmentFiles:
         self._flags = os.O_RDWR | (os.O_DIRECT if direct else 0)
         self._mapped = mapped
         self._open.open()
+
+    @property
+    def calls_the_kernel(self) -> bool:
+        """Whether its system calls are those of the kernel, and no test's that let some fail."""
+        return type(self._system) is SystemCalls
 
     def acquire(self, segment: int) -> Segment:
         """Return an existing segment for reading; to be given to `release`.
@@ -230,7 +236,7 @@ class SegmentFiles:
         try:
             return self._directory.open_file(segment, flags)
         except OSError as error:
-            if error.errno not in _TOO_MANY_OPEN:
+            if error.errno not in TOO_MANY_OPEN:
                 raise
         # What is cached can be opened again; what is asked for now cannot wait.
         self._open.forget_unused()
