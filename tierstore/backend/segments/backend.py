@@ -169,6 +169,7 @@ class FileBackend:
         """
         if not self._opened:
             return FailureReason.CLOSED
+        self._files.forget_unlinked()
         empty = set(empty_segments)
         self._headers.drop_segments(empty.union(run.segment for run in runs))
         punched = [run for run in runs if run.segment not in empty]
@@ -187,6 +188,7 @@ class FileBackend:
         Raises:
             BackendError: the device refused.
         """
+        self._files.forget_unlinked()
         for segment in self._files.unflushed:
             try:
                 self._files.flush(segment)

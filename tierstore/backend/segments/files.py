@@ -48,7 +48,7 @@ class SegmentFiles:
         """Open segments with O_DIRECT, or read them through a mapping, from now on."""
         self._flags = os.O_RDWR | (os.O_DIRECT if direct else 0)
         self._mapped = mapped
-        self._open.open()
+        self._open.open(mapped=mapped)
 
     @property
     def calls_the_kernel(self) -> bool:
@@ -93,8 +93,12 @@ class SegmentFiles:
         """End a use; closes the descriptor if the cache no longer holds it."""
         self._open.release(segment)
 
+    def forget_if_unlinked(self, segment: int) -> None:
+        """Drop the cached descriptor of a segment whose file was removed."""
+        self._open.forget_if_unlinked(segment)
+
     def forget_unlinked(self) -> None:
-        """Drop the cached descriptors of files that were removed."""
+        """Drop cached descriptors of files that were removed: a few are looked at by each call."""
         self._open.forget_unlinked()
 
     def punch(self, segment: int, offset: int, size_bytes: int) -> None:

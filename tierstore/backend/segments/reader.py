@@ -160,7 +160,7 @@ class RecordReader:
         payload_page = header_page + 1 + index * int(place["stride_pages"])
         page = self._room.page(0)
         self._headers.drop(segment, header_page)
-        self._files.forget_unlinked()
+        self._files.forget_if_unlinked(segment)
         try:
             held = self._files.acquire(segment)
             try:
