@@ -4,6 +4,7 @@ import ctypes
 import importlib
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,12 +14,13 @@ from xxhash import xxh3_64_intdigest
 from tierstore.native.calls import ExtentCalls, HashFunction
 from tierstore.native.compiling import LIBRARY, source_mark
 
-__all__ = ["SWITCH", "Loaded", "find_library", "load_library"]
+__all__ = ["HASH_NAMES", "SWITCH", "Loaded", "find_library", "load_library"]
 
 SWITCH = "TIERSTORE_NATIVE"
 """Environment variable; `0` moves bytes by the interpreter."""
 
-_HASH_NAME = "XXH3_64bits"
+HASH_NAMES = ("XXH3_64bits_dispatch", "XXH3_64bits")
+"""Names of xxh3_64 in the extension module of xxhash; the first one chooses by the processor."""
 _TRIED_BYTES = bytes(range(256)) * 5
 
 
@@ -39,24 +41,29 @@ def find_library() -> Loaded:
     return load_library(LIBRARY)
 
 
-def load_library(path: Path) -> Loaded:
-    """Load the library at `path`, and the hash function that xxhash brings."""
+def load_library(path: Path, hash_names: Sequence[str] = HASH_NAMES) -> Loaded:
+    """Load the library at `path`, and a hash function that xxhash brings, by one of its names."""
     if sys.byteorder != "little" or not sys.platform.startswith("linux"):
         return Loaded(None, "not built for this platform")
     if not path.is_file():
         return Loaded(None, "not compiled at the installation")
     try:
-        module = importlib.import_module("xxhash._xxhash").__file__ or ""
-        function = getattr(ctypes.CDLL(module), _HASH_NAME)
-        calls = ExtentCalls(path, function)
-        is_current = calls.source_mark == source_mark()
+        function = _find_hash(hash_names)
+        calls = ExtentCalls(path, function) if function is not None else None
+        is_current = calls is not None and calls.source_mark == source_mark()
     except (ImportError, AttributeError, OSError) as error:
         return Loaded(None, str(error))
+    if calls is None:
+        return Loaded(None, "xxhash does not offer its functions to others")
     if not is_current:
         return Loaded(None, "compiled from another version; install again")
-    if not _hashes_alike(function):
-        return Loaded(None, f"{_HASH_NAME} of xxhash answers otherwise than its Python function")
     return Loaded(calls)
+
+
+def _find_hash(names: Sequence[str]) -> HashFunction | None:
+    module = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__ or "")
+    functions = (getattr(module, name, None) for name in names)
+    return next((each for each in functions if each is not None and _hashes_alike(each)), None)
 
 
 def _hashes_alike(function: HashFunction) -> bool:

@@ -83,6 +83,7 @@ class FileBackend:
         self._writer = RecordWriter(self._files, self._room, self._codec, self._failures, rank=rank)
         self._find_library = library
         self._native: NativeIo | None = None
+        self._why_interpreted = "not open"
         self._opened = False
 
     def open(self) -> None:
@@ -103,7 +104,7 @@ class FileBackend:
             _logger.warning("io.mode %s is refused, using buffered: %s", mode, self._directory)
             mode = "buffered"
         self._files.open(direct=mode == "direct", mapped=mode == "mmap")
-        why = self._choose_path(mode)
+        why = self._why_interpreted = self._choose_path(mode)
         self._opened = True
         _logger.info(
             "file backend open: directory=%s mode=%s path=%s",
@@ -111,6 +112,11 @@ class FileBackend:
             mode,
             f"interpreted ({why})" if why else "native",
         )
+
+    @property
+    def why_interpreted(self) -> str:
+        """Why the interpreter moves the bytes, in words for a log; empty: it does not."""
+        return self._why_interpreted
 
     @property
     def is_native(self) -> bool:

@@ -46,7 +46,7 @@ class OpenSegments:
         self._lock = threading.Lock()
         self._segments: OrderedDict[int, Segment] = OrderedDict()
         self._in_turn: OrderedDict[int, None] = OrderedDict()
-        """What `forget_unlinked` looks at next: all that are cached, and some that no longer are."""
+        """What `forget_unlinked` looks at next: all that are cached, and some that were."""
         self._count_max = _count_max(mapped=False)
         self._closed = False
 

@@ -122,7 +122,7 @@ class RecordReader:
         try:
             held = self._files.acquire(run.segment)
             try:
-                if not run.starts_with_header:
+                if run.fetches_header:
                     self._fetch_header(held, part, run.start)
                 done = self._files.read(held, buffers, run.first_page * PAGE_BYTES)
             finally:
