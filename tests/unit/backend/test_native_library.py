@@ -8,9 +8,11 @@ import pytest
 from native_library import compiled, native
 from opened_backend import opened
 from python_paths import environment
+from store_kit import config_of
 
+from tierstore import Manifest, TierStore
 from tierstore.native.compiling import compile_library, source_mark
-from tierstore.native.library import HASH_NAMES, Loaded, load_library
+from tierstore.native.library import HASH_NAMES, Loaded, find_library, load_library
 
 
 def test_a_library_that_was_compiled_from_this_source_is_taken():
@@ -87,3 +89,9 @@ def test_a_compiler_that_fails_is_told_with_what_it_said(tmp_path):
     why = compile_library(tmp_path / "lib.so", more_flags=["--no-such-flag"])
     assert "no-such-flag" in why
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_statistics_of_a_store_say_what_moves_the_bytes(tmp_path):
+    manifest = Manifest.simple("native", chunk_bytes=4096)
+    with TierStore.open(config_of(tmp_path / "tier"), manifest) as store:
+        assert store.stats().why_interpreted == find_library().why
