@@ -98,7 +98,9 @@ def importers_of(library: str) -> list[Path]:
 def test_the_environment_is_read_only_by_the_command_line() -> None:
     pattern = re.compile(r"\b(environ|getenv)\b")
     found = {name_of(path) for path in CORE_FILES if pattern.search(path.read_text())}
-    assert found <= {"tierstore/faults/opening.py"}
+    # The compiler is chosen where the package is built; the switch is one of a process.
+    native = {"tierstore/native/compiling.py", "tierstore/native/library.py"}
+    assert found <= {"tierstore/faults/opening.py"} | native
 
 
 def test_of_the_environment_faults_read_one_variable_in_one_place() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from bench.device import Clock, Threads, huge_buffer
 from tierstore import Manifest, TierStore
 from tierstore.backend.opening import open_backend
-from tierstore.backend.protocol import Backend, RecordIo
+from tierstore.backend.record_batch import RecordBatch
 from tierstore.codec.record import EXTENT_RECORDS_MAX, PLACE_DTYPE
 from tierstore.config import StoreConfig
 from tierstore.executor.job import split_batches
@@ -60,7 +60,7 @@ class BackendBench:
         self._pool = memoryview(huge_buffer(self._slot_bytes * data.count))
         for i, row in enumerate(data.rows):
             self._pool[i * self._slot_bytes :][: data.chunk_bytes] = row.data
-        self._backend: Backend = open_backend(self._tier, data.manifest, rank=0, rank_count=1)
+        self._backend = open_backend(self._tier, data.manifest, rank=0, rank_count=1)
         header_pages = 1 if self._tier.backend == "file" else 0
         self._records, self._places = self._layout(header_pages)
         self._segments = sorted({int.from_bytes(place[:4], "little") for place in self._places})
@@ -81,7 +81,7 @@ class BackendBench:
         self._backend.close()
         shutil.rmtree(self._tier.path)
 
-    def _layout(self, header_pages: int) -> tuple[list[RecordIo], tuple[Place, ...]]:
+    def _layout(self, header_pages: int) -> tuple[RecordBatch, tuple[Place, ...]]:
         stride = self._slot_bytes // PAGE_BYTES + (1 - header_pages)
         geometry = SpaceGeometry.of(self._tier, self._data.manifest, 1)
         segment_pages = geometry.segment_pages(geometry.capacity_bytes, 1, stride)
@@ -99,14 +99,11 @@ class BackendBench:
             place["segment_pages"] = segment_pages
             index += 1
         encoded = tuple(Place(place.tobytes()) for place in places)
-        slots = [
-            self._pool[i * self._slot_bytes : (i + 1) * self._slot_bytes]
-            for i in range(self._data.count)
-        ]
+        offsets = np.arange(self._data.count) * self._slot_bytes
         keys = self._data.keys(0)
-        return list(map(RecordIo, keys, encoded, slots)), encoded
+        return RecordBatch.in_pool(keys, encoded, self._pool, offsets, self._slot_bytes), encoded
 
-    def _move(self, call: Callable[[Sequence[RecordIo]], dict[int, FailureReason]]) -> None:
+    def _move(self, call: Callable[[RecordBatch], dict[int, FailureReason]]) -> None:
         batches = split_batches(self._places, self._data.chunk_bytes, self._tier.io.threads)
         self._threads.run([partial(call, self._records[i:j]) for i, j in batches])
 

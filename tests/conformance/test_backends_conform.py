@@ -1,5 +1,6 @@
 from forging import key_of, rewrite
 from keyed import codec_of
+from native_library import interpreted, native
 
 from tierstore.backend.lmdb.backend import LmdbBackend
 from tierstore.backend.segments.backend import FileBackend
@@ -35,10 +36,15 @@ class RecordConformance(BackendConformance):
 
 
 class FileConformance(RecordConformance):
+    """Moved by the interpreter, unless a class says otherwise."""
+
     mode = "direct"
+    library = staticmethod(interpreted)
 
     def make(self, directory, rank):
-        return FileBackend(directory, rank=rank, mode=self.mode, codec=self.codec)
+        return FileBackend(
+            directory, rank=rank, mode=self.mode, codec=self.codec, library=self.library
+        )
 
 
 class TestDirectFiles(FileConformance):
@@ -46,6 +52,14 @@ class TestDirectFiles(FileConformance):
 
 
 class TestBufferedFiles(FileConformance):
+    mode = "buffered"
+
+
+class TestNativeDirectFiles(FileConformance):
+    library = staticmethod(native)
+
+
+class TestNativeBufferedFiles(TestNativeDirectFiles):
     mode = "buffered"
 
 

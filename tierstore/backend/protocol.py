@@ -53,6 +53,8 @@ class Backend(Protocol):
     def write(self, records: Sequence[RecordIo]) -> dict[int, FailureReason]:
         """Write records with their headers; return the failed ones by index.
 
+        The executor hands over a `RecordBatch`, which has the records as arrays, too.
+
         Records of one extent are adjacent, in order, and complete: an extent is written by one
         call, header page included. A failed extent fails all its records.
         """
@@ -61,7 +63,7 @@ class Backend(Protocol):
         """Read records into their slots and verify length, key and checksum.
 
         Returns the failed ones by index; their slots hold garbage. Adjacent records are read with
-        one vectored call.
+        one vectored call. The executor hands over a `RecordBatch`.
         """
 
     def release(

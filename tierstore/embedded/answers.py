@@ -25,3 +25,6 @@ class StoreStats:
     """By the tier's name."""
     counters: dict[str, float]
     """By the metric's name and label, as in `metrics.Metric`."""
+    why_interpreted: str = ""
+    """Why the interpreter moves the payload of all tiers, in words; empty: the native library does,
+    except for keyed records and mapped files, and where system calls are injected."""

@@ -27,6 +27,7 @@ from tierstore.faults import SystemOpener, open_system
 from tierstore.key import OffloadKey, require_keys
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters
+from tierstore.native.library import find_library
 from tierstore.tier.opening import open_stack
 from tierstore.tier.pending_read import PendingRead
 from tierstore.tier.secondary import SecondaryTier
@@ -286,6 +287,7 @@ class TierStore:
             primary_capacity_bytes=self._config.primary.capacity_bytes,
             secondary={name: read.answer() for name, read in zip(names, readings, strict=True)},
             counters=self._counters.snapshot(),
+            why_interpreted=find_library().why,
         )
 
     @_alone

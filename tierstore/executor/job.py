@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tierstore.backend.protocol import RecordIo
+from tierstore.backend.record_batch import RecordBatch
 from tierstore.codec.record import parse_places
 from tierstore.dma.protocol import ComputeMark
 from tierstore.executor.progress import SpanRead
@@ -170,19 +170,16 @@ class RecordSpan:
         """The index of each record within the job."""
         return range(self.first + self.start, self.first + self.stop)
 
-    def records(self, pool: memoryview, slot_bytes: Sequence[int]) -> list[RecordIo]:
-        """Pair the records with their slots; `slot_bytes` is indexed by group."""
-        size = slot_bytes[self.command.group_idx]
-        offsets = (self.command.slots[self.start : self.stop] * PAGE_BYTES).tolist()
-        return [
-            RecordIo(key, place, pool[offset : offset + size])
-            for key, place, offset in zip(
-                self.command.keys[self.start : self.stop],
-                self.command.places[self.start : self.stop],
-                offsets,
-                strict=True,
-            )
-        ]
+    def records(self, pool: memoryview, slot_bytes: Sequence[int]) -> RecordBatch:
+        """Pair the records with their slots in `pool`; `slot_bytes` is indexed by group."""
+        chosen = slice(self.start, self.stop)
+        return RecordBatch.in_pool(
+            self.command.keys[chosen],
+            self.command.places[chosen],
+            pool,
+            self.command.slots[chosen] * PAGE_BYTES,
+            slot_bytes[self.command.group_idx],
+        )
 
     def all_failed(self) -> dict[int, FailureReason]:
         """Return all records by their index in the span, as if the device had refused them."""

@@ -262,14 +262,69 @@ def test_a_directory_with_the_name_of_a_segment_is_refused_and_not_touched(rank)
     assert (rank.path_of() / "precious").exists()
 
 
-def test_a_bounded_number_of_descriptors_is_kept(rank) -> None:
+def test_segments_stay_open_up_to_a_share_of_the_process_limit(rank) -> None:
     before = descriptor_count()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (320, limits[1]))
+    try:
+        rank.files.open(direct=False, mapped=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     for segment in range(1, 101):
         rank.write(segment=segment)
-    assert descriptor_count() - before <= 64
+    assert descriptor_count() - before == 320 // 8
     assert all(rank.read(segment=segment) for segment in range(1, 101))
     rank.files.close()
     assert descriptor_count() == before
+
+
+def test_hundreds_of_segments_stay_open_where_the_limit_allows_it(rank) -> None:
+    before = descriptor_count()
+    for segment in range(1, 301):
+        rank.write(segment=segment)
+    assert descriptor_count() - before == 300
+    rank.files.close()
+    assert descriptor_count() == before
+
+
+def test_an_opening_looks_at_a_few_other_files_however_many_are_open(rank, monkeypatch) -> None:
+    """By counting: a first look at any file of a large tier costs the same."""
+    looks = []
+    fstat = os.fstat
+
+    def counted(fd):
+        looks.append(fd)
+        return fstat(fd)
+
+    monkeypatch.setattr(os, "fstat", counted)
+    counts = []
+    for segment in range(1, 101):
+        looks.clear()
+        rank.write(segment=segment)
+        counts.append(len(looks))
+    assert max(counts[50:]) == max(counts[20:50]) < 30
+
+
+def test_files_that_others_removed_are_closed_in_the_course_of_later_openings(rank) -> None:
+    before = descriptor_count()
+    for segment in range(1, 41):
+        rank.write(segment=segment)
+    for segment in range(1, 41):
+        rank.path_of(segment).unlink()
+    for segment in range(41, 61):
+        rank.write(segment=segment)
+    assert descriptor_count() - before == 20
+
+
+def test_files_that_others_removed_are_closed_in_the_course_of_evictions(rank) -> None:
+    before = descriptor_count()
+    for segment in range(1, 41):
+        rank.write(segment=segment)
+    for segment in range(2, 41):
+        rank.path_of(segment).unlink()
+    for _ in range(10):
+        rank.files.forget_unlinked()
+    assert descriptor_count() - before == 1
 
 
 def test_a_process_without_descriptors_closes_what_it_can_open_again(rank) -> None:

@@ -15,24 +15,25 @@ import numpy.typing as npt
 
 from tierstore.backend.failure import FailureLog, name_of, reason_of
 from tierstore.backend.protocol import RecordIo
-from tierstore.backend.segments.extent import (
-    end_page,
-    split_extents,
-    valid_places,
-)
+from tierstore.backend.record_batch import RecordBatch
+from tierstore.backend.segments.extent import valid_places
 from tierstore.backend.segments.files import SegmentFiles
-from tierstore.backend.segments.header_pages import HeaderRoom
+from tierstore.backend.segments.header_pages import HeaderCache, HeaderRoom
+from tierstore.backend.segments.native_io import NativeIo
 from tierstore.backend.segments.probe import probe
 from tierstore.backend.segments.reader import RecordReader
+from tierstore.backend.segments.writer import RecordWriter
 from tierstore.bounded_log import bounded
 from tierstore.codec.plain import PlainCodec, RecordCodec
-from tierstore.codec.record import EXTENT_RECORDS_MAX, parse_places
+from tierstore.codec.record import parse_places
 from tierstore.config.model import IoMode
 from tierstore.device.marker import open_below
 from tierstore.device.remedies import explain, remedy_of
 from tierstore.device.system import SYSTEM, SystemCalls
 from tierstore.errors import BackendError
+from tierstore.key import KEY_BYTES_MAX
 from tierstore.layout import PAGE_BYTES
+from tierstore.native.library import Loaded, find_library
 from tierstore.transfer import FailureReason, PageRun
 
 __all__ = ["FileBackend"]
@@ -54,13 +55,15 @@ class FileBackend:
         leftovers: Callable[[], Sequence[Path]] = tuple,
         codec: RecordCodec | None = None,
         system: SystemCalls = SYSTEM,
+        library: Callable[[], Loaded] = find_library,
     ) -> None:
         """Describe the backend; `system` is replaced by tests that let system calls fail.
 
         `durable` flushes what `write` wrote before it returns. `tier` is the path of the tier,
         marked as one, below which no link is followed. `leftovers` names the directories of
         ranks of earlier runs, whose segments are released with ours. `codec` makes and verifies
-        the records (None: with checksums).
+        the records (None: with checksums). `library` finds what moves bytes without the
+        interpreter, in the place of the file system's calls one by one.
         """
         self._leftovers = leftovers
         self._directory = directory
@@ -73,7 +76,14 @@ class FileBackend:
         self._files = SegmentFiles(directory, system=system, tier=tier)
         self._room = HeaderRoom()
         self._failures = FailureLog(directory)
-        self._reader = RecordReader(self._files, self._room, self._codec, self._failures, rank=rank)
+        self._headers = HeaderCache()
+        self._reader = RecordReader(
+            self._files, self._room, self._headers, self._codec, self._failures, rank=rank
+        )
+        self._writer = RecordWriter(self._files, self._room, self._codec, self._failures, rank=rank)
+        self._find_library = library
+        self._native: NativeIo | None = None
+        self._why_interpreted = "not open"
         self._opened = False
 
     def open(self) -> None:
@@ -94,8 +104,24 @@ class FileBackend:
             _logger.warning("io.mode %s is refused, using buffered: %s", mode, self._directory)
             mode = "buffered"
         self._files.open(direct=mode == "direct", mapped=mode == "mmap")
+        why = self._why_interpreted = self._choose_path(mode)
         self._opened = True
-        _logger.info("file backend open: directory=%s mode=%s", self._directory, mode)
+        _logger.info(
+            "file backend open: directory=%s mode=%s path=%s",
+            self._directory,
+            mode,
+            f"interpreted ({why})" if why else "native",
+        )
+
+    @property
+    def why_interpreted(self) -> str:
+        """Why the interpreter moves the bytes, in words for a log; empty: it does not."""
+        return self._why_interpreted
+
+    @property
+    def is_native(self) -> bool:
+        """Whether bytes move without the interpreter; False before `open`."""
+        return self._path() is not None
 
     def write(self, records: Sequence[RecordIo]) -> dict[int, FailureReason]:
         """Write extents, each by one vectored call. See `Backend.write`.
@@ -107,18 +133,13 @@ class FileBackend:
             return dict.fromkeys(range(len(records)), FailureReason.CLOSED)
         if not records:
             return {}
-        places = parse_places([record.place for record in records])
-        fits = _fits(records, places)
-        failed: dict[int, FailureReason] = {}
-        for start, stop in split_extents(places):
-            is_whole = places["index"][start] == 0 and fits[start:stop].all()
-            segment_pages = int(places["segment_pages"][start])
-            if is_whole and end_page(places[start:stop]) <= segment_pages:
-                reason = self._write_extent(records[start:stop], places[start:stop])
-            else:
-                reason = FailureReason.LAYOUT
-            if reason is not None:
-                failed.update(dict.fromkeys(range(start, stop), reason))
+        batch = RecordBatch.of(records)
+        places = parse_places(batch.places)
+        native = self._path()
+        if native is not None:
+            failed = native.write(batch)
+        else:
+            failed = self._writer.write(batch, places, _fits(batch, places))
         if self._durable:
             for segment in set(places["segment"].tolist()):
                 reason = self._try("flush", partial(self._files.flush, segment))
@@ -134,12 +155,16 @@ class FileBackend:
             return dict.fromkeys(range(len(records)), FailureReason.CLOSED)
         if not records:
             return {}
-        places = parse_places([record.place for record in records])
-        fits = _fits(records, places)
-        failed = dict.fromkeys(np.flatnonzero(~fits).tolist(), FailureReason.CORRUPT)
-        if failed:
-            self._failures.report("read", "impossible place", record_count=len(failed))
-        return failed | self._reader.read(records, places, np.flatnonzero(fits))
+        batch = RecordBatch.of(records)
+        places = parse_places(batch.places)
+        native = self._path()
+        if native is not None:
+            unread = native.read(batch)
+            failed = self._reader.read_again(batch, places, unread.suspects)
+            return self._refuse(unread.impossible) | failed
+        fits = _fits(batch, places)
+        impossible = self._refuse(np.flatnonzero(~fits).tolist())
+        return impossible | self._reader.read(batch, places, np.flatnonzero(fits))
 
     def release(
         self, runs: Sequence[PageRun], empty_segments: Sequence[int]
@@ -150,8 +175,9 @@ class FileBackend:
         """
         if not self._opened:
             return FailureReason.CLOSED
+        self._files.forget_unlinked()
         empty = set(empty_segments)
-        self._reader.forget(empty.union(run.segment for run in runs))
+        self._headers.drop_segments(empty.union(run.segment for run in runs))
         punched = [run for run in runs if run.segment not in empty]
         reasons = self._release(self._files, punched, empty_segments)
         for directory in self._list_leftovers(reasons):
@@ -168,6 +194,7 @@ class FileBackend:
         Raises:
             BackendError: the device refused.
         """
+        self._files.forget_unlinked()
         for segment in self._files.unflushed:
             try:
                 self._files.flush(segment)
@@ -186,53 +213,35 @@ class FileBackend:
         self._opened = False
         self._files.close()
 
-    def _write_extent(
-        self, records: Sequence[RecordIo], places: npt.NDArray[np.void]
-    ) -> FailureReason | None:
-        """Write an extent by as few calls as its codec allows; the header page comes last."""
-        segment, header_page = int(places["segment"][0]), int(places["header_page"][0])
-        segment_bytes = int(places["segment_pages"][0]) * PAGE_BYTES
-        stride_pages = int(places["stride_pages"][0])
-        offset = header_page * PAGE_BYTES
-        self._room.rows[len(records) : EXTENT_RECORDS_MAX] = 0
-        is_whole = True
-        try:
-            held = self._files.acquire_for_write(segment, segment_bytes, offset=offset)
-            try:
-                for start, stop in self._codec.spans([len(r.slot) for r in records])[::-1]:
-                    buffers = self._encode(records[start:stop], places[start:stop], start)
-                    if start:
-                        offset = (header_page + 1 + start * stride_pages) * PAGE_BYTES
-                    else:
-                        buffers = [self._room.page(0), *buffers]
-                        offset = header_page * PAGE_BYTES
-                    written = self._files.write(held, buffers, offset)
-                    is_whole = is_whole and written == sum(map(len, buffers))
-            finally:
-                self._files.release(held)
-        except OSError as error:
-            self._failures.report("write", name_of(error), record_count=len(records))
-            return reason_of(error)
-        if not is_whole:
-            self._failures.report("write", "short write", record_count=len(records))
-            return FailureReason.IO_ERROR
-        return None
+    def _choose_path(self, mode: IoMode) -> str:
+        """Choose what moves the bytes; return why it is the interpreter, empty: it is not."""
+        self._native = None
+        if mode == "mmap":
+            return "io.mode is mmap"
+        if type(self._codec) is not PlainCodec:
+            return "records are keyed"
+        if not self._files.calls_the_kernel:
+            return "system calls are injected"
+        loaded = self._find_library()
+        if loaded.calls is not None:
+            self._native = NativeIo(
+                loaded.calls,
+                self._files,
+                self._room,
+                self._headers,
+                self._failures,
+                rank=self._rank,
+            )
+        return loaded.why
 
-    def _encode(
-        self, records: Sequence[RecordIo], places: npt.NDArray[np.void], start: int
-    ) -> list[memoryview]:
-        """Return what is stored of records, which lie from `start` on in their extent.
+    def _path(self) -> NativeIo | None:
+        return self._native if self._files.calls_the_kernel else None
 
-        Their headers come to the header page.
-        """
-        encoded = self._codec.encode(
-            [record.key for record in records],
-            [record.slot for record in records],
-            places["payload_bytes"],
-            rank=self._rank,
-        )
-        self._room.rows[start : start + len(records)] = encoded.headers
-        return list(encoded.slots)
+    def _refuse(self, impossible: list[int]) -> dict[int, FailureReason]:
+        """Fail records whose places are those of no record; the catalog is not trusted."""
+        if impossible:
+            self._failures.report("read", "impossible place", record_count=len(impossible))
+        return dict.fromkeys(impossible, FailureReason.CORRUPT)
 
     def _list_leftovers(self, reasons: list[FailureReason | None]) -> Sequence[Path]:
         try:
@@ -262,9 +271,10 @@ class FileBackend:
         return None
 
 
-def _fits(records: Sequence[RecordIo], places: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
-    """Return which places are possible and as long as their slots."""
-    slot_bytes = np.array([len(record.slot) for record in records], np.int64)
+def _fits(batch: RecordBatch, places: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+    """Return which places are possible and as long as their slots, and have keys of the format."""
     stride_bytes = places["stride_pages"].astype(np.int64) * PAGE_BYTES
-    fits: npt.NDArray[np.bool_] = valid_places(places) & (slot_bytes == stride_bytes)
+    fits: npt.NDArray[np.bool_] = valid_places(places) & (batch.slot_bytes == stride_bytes)
+    if max(map(len, batch.keys)) > KEY_BYTES_MAX:
+        fits &= np.fromiter(map(len, batch.keys), np.int64) <= KEY_BYTES_MAX
     return fits

@@ -30,8 +30,9 @@ class ReadRun:
     stop: int
     segment: int
     first_page: int
-    """Of the first payload, or of the header page before it if `starts_with_header`."""
-    starts_with_header: bool
+    """Of the first payload, or of the header page before it if the run begins with it."""
+    fetches_header: bool
+    """It begins inside an extent whose header page no run before it brings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +106,15 @@ def _plan_part(
     first_pages -= heads
     breaks = (places["segment"][1:] != places["segment"][:-1]) | (first_pages[1:] != end_pages[:-1])
     bounds = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(places)]
+    fetches = ~heads
+    fetches[1:] &= extents[1:] != extents[:-1]
     runs = [
         ReadRun(
             start,
             stop,
             int(places["segment"][start]),
             int(first_pages[start]),
-            bool(heads[start]),
+            bool(fetches[start]),
         )
         for start, stop in pairwise(bounds)
     ]

@@ -14,9 +14,10 @@ from tierstore.backend.segments.vectored import move_all
 from tierstore.device.block_units import UNSUPPORTED
 from tierstore.device.system import SystemCalls
 
-__all__ = ["SegmentFiles"]
+__all__ = ["TOO_MANY_OPEN", "SegmentFiles"]
 
-_TOO_MANY_OPEN = {errno.EMFILE, errno.ENFILE}
+TOO_MANY_OPEN = {errno.EMFILE, errno.ENFILE}
+"""Errors that say: there is no descriptor for now."""
 _FILE_BYTES_MAX = (1 << 63) - 1
 _GIVEN_BACK_MAX = 1 << 14
 """Ranges of absent segments that are remembered at most. Most of these segments were removed by
@@ -47,7 +48,12 @@ class SegmentFiles:
         """Open segments with O_DIRECT, or read them through a mapping, from now on."""
         self._flags = os.O_RDWR | (os.O_DIRECT if direct else 0)
         self._mapped = mapped
-        self._open.open()
+        self._open.open(mapped=mapped)
+
+    @property
+    def calls_the_kernel(self) -> bool:
+        """Whether its system calls are those of the kernel, and no test's that let some fail."""
+        return type(self._system) is SystemCalls
 
     def acquire(self, segment: int) -> Segment:
         """Return an existing segment for reading; to be given to `release`.
@@ -87,8 +93,12 @@ class SegmentFiles:
         """End a use; closes the descriptor if the cache no longer holds it."""
         self._open.release(segment)
 
+    def forget_if_unlinked(self, segment: int) -> None:
+        """Drop the cached descriptor of a segment whose file was removed."""
+        self._open.forget_if_unlinked(segment)
+
     def forget_unlinked(self) -> None:
-        """Drop the cached descriptors of files that were removed."""
+        """Drop cached descriptors of files that were removed: a few are looked at by each call."""
         self._open.forget_unlinked()
 
     def punch(self, segment: int, offset: int, size_bytes: int) -> None:
@@ -230,7 +240,7 @@ class SegmentFiles:
         try:
             return self._directory.open_file(segment, flags)
         except OSError as error:
-            if error.errno not in _TOO_MANY_OPEN:
+            if error.errno not in TOO_MANY_OPEN:
                 raise
         # What is cached can be opened again; what is asked for now cannot wait.
         self._open.forget_unused()

@@ -16,7 +16,7 @@ from tierstore.layout import PAGE_BYTES
 
 __all__ = ["ROOM_PAGES", "HeaderCache", "HeaderRoom"]
 
-ROOM_PAGES = 32
+ROOM_PAGES = 64
 """Header pages that a thread has room for: the most extents that one pass of a read touches."""
 
 _CACHED_PAGES_MAX = 256

@@ -1,7 +1,9 @@
 """The segment files that are open: a bounded cache of descriptors, counted while they are used."""
 
+import errno
 import mmap
 import os
+import resource
 import threading
 from collections import OrderedDict
 
@@ -9,7 +11,15 @@ from tierstore.device.system import buffer_address
 
 __all__ = ["OpenSegments", "Segment"]
 
-_OPEN_COUNT_MAX = 64
+_SHARE_OF_LIMIT = 8
+"""One in so many descriptors of the process is for the segments of one tier: it has its own files
+to open, and engines open many."""
+_OPEN_COUNT_MAX = 1 << 17
+"""However high the limit is: all segments of 100 TB, at about 2 KiB of the kernel's for each."""
+_MAPPED_COUNT_MAX = 1 << 10
+"""Mappings of a process are few, too (vm.max_map_count)."""
+_LOOKED_AT = 8
+"""Files that are looked at in one turn."""
 
 
 class Segment:
@@ -26,7 +36,7 @@ class Segment:
 
 
 class OpenSegments:
-    """An LRU cache of open segments. Thread-safe.
+    """An LRU cache of open segments; each call is O(1), however many there are. Thread-safe.
 
     A segment in use is counted: neither the cache nor a removal closes its descriptor while another
     thread still reads through it.
@@ -35,10 +45,14 @@ class OpenSegments:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._segments: OrderedDict[int, Segment] = OrderedDict()
+        self._in_turn: OrderedDict[int, None] = OrderedDict()
+        """What `forget_unlinked` looks at next: all that are cached, and some that were."""
+        self._count_max = _count_max(mapped=False)
         self._closed = False
 
-    def open(self) -> None:
-        """Cache what is added from now on."""
+    def open(self, *, mapped: bool) -> None:
+        """Cache what is added from now on, as far as the limit of open files allows."""
+        self._count_max = _count_max(mapped=mapped)
         self._closed = False
 
     def acquire(self, segment: int) -> Segment | None:
@@ -65,7 +79,8 @@ class OpenSegments:
             elif not self._closed:
                 opened.cached = True
                 self._segments[segment] = opened
-                if len(self._segments) > _OPEN_COUNT_MAX:
+                self._in_turn[segment] = None
+                if len(self._segments) > self._count_max:
                     _, oldest = self._segments.popitem(last=False)
                     oldest.cached = False
                     if oldest.users == 0:
@@ -93,16 +108,45 @@ class OpenSegments:
         if unused:
             os.close(cached.fd)
 
+    def forget_if_unlinked(self, segment: int) -> None:
+        """Drop a segment whose file was removed."""
+        cached = self.acquire(segment)
+        if cached is not None:
+            self._forget_if_unlinked(segment, cached)
+
     def forget_unlinked(self) -> None:
-        """Drop the segments whose files were removed."""
+        """Drop segments whose files were removed, of a few whose turn it is.
+
+        Where files have no holes, what is removed keeps its blocks until it is closed; to look at
+        all of them each time would take longer the more are open.
+        """
+        for segment, cached in self._take_turn():
+            self._forget_if_unlinked(segment, cached)
+
+    def _take_turn(self) -> list[tuple[int, Segment]]:
+        """Return the next segments to look at, each to be released."""
+        chosen: list[tuple[int, Segment]] = []
         with self._lock:
-            unlinked = [
-                segment
-                for segment, cached in self._segments.items()
-                if os.fstat(cached.fd).st_nlink == 0
-            ]
-        for segment in unlinked:
-            self.forget(segment)
+            for _ in range(min(_LOOKED_AT, len(self._in_turn))):
+                segment, _ = self._in_turn.popitem(last=False)
+                cached = self._segments.get(segment)
+                if cached is not None:
+                    cached.users += 1
+                    chosen.append((segment, cached))
+            self._in_turn.update((segment, None) for segment, _ in chosen)
+        return chosen
+
+    def _forget_if_unlinked(self, segment: int, held: Segment) -> None:
+        """Look at a segment that was acquired, and release it."""
+        try:
+            is_unlinked = os.fstat(held.fd).st_nlink == 0
+        except OSError as error:
+            is_unlinked = error.errno == errno.ESTALE  # removed over NFS; others tell nothing
+        with self._lock:
+            if is_unlinked and self._segments.get(segment) is held:
+                del self._segments[segment]
+                held.cached = False
+        self.release(held)
 
     def forget_unused(self) -> None:
         """Drop the segments that are not in use, for their descriptors."""
@@ -118,3 +162,12 @@ class OpenSegments:
             segments = list(self._segments)
         for segment in segments:
             self.forget(segment)
+
+
+def _count_max(*, mapped: bool) -> int:
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    count_max = _MAPPED_COUNT_MAX if mapped else _OPEN_COUNT_MAX
+    if allowed == resource.RLIM_INFINITY:
+        return count_max
+    each = 2 if mapped else 1  # a mapping keeps a descriptor of its own
+    return max(_LOOKED_AT, min(count_max, allowed // (_SHARE_OF_LIMIT * each)))

@@ -33,18 +33,19 @@ class RecordReader:
         self,
         files: SegmentFiles,
         room: HeaderRoom,
+        headers: HeaderCache,
         codec: RecordCodec,
         failures: FailureLog,
         *,
         rank: int,
     ) -> None:
-        """Read `files` of a rank; `room` is where header pages arrive."""
+        """Read `files` of a rank; `room` is where header pages arrive, `headers` keeps some."""
         self._files = files
         self._room = room
         self._codec = codec
         self._failures = failures
         self._rank = rank
-        self._headers = HeaderCache()
+        self._headers = headers
 
     def read(
         self,
@@ -60,11 +61,30 @@ class RecordReader:
         if len(chosen):
             for part in plan_reads(places, chosen, ROOM_PAGES):
                 suspects += self._read_part(records, part)
-        return self._read_again(records, places, suspects) if suspects else {}
+        return self.read_again(records, places, suspects)
 
-    def forget(self, segments: set[int]) -> None:
-        """Forget what is known of some segments, of which bytes are given back."""
-        self._headers.drop_segments(segments)
+    def read_again(
+        self, records: Sequence[RecordIo], places: npt.NDArray[np.void], suspects: list[int]
+    ) -> dict[int, FailureReason]:
+        """Read records one by one, header pages included; return those that fail again.
+
+        A stale header page, a segment unlinked meanwhile, one bad sector among good ones and a
+        read that overtook an eviction all end up here.
+        """
+        failed: dict[int, FailureReason] = {}
+        causes: Counter[str] = Counter()
+        rereads_left = _FAILED_REREADS_MAX
+        mismatch: Mismatch | None = None
+        for index in suspects:
+            if rereads_left > 0:
+                mismatch = self._read_alone(records[index], places[index])
+            if mismatch is not None:
+                failed[index] = mismatch.reason
+                causes[mismatch.cause] += 1
+                rereads_left -= mismatch.reason is FailureReason.IO_ERROR
+        for cause, count in causes.items():
+            self._failures.report("read", cause, record_count=count)
+        return failed
 
     def _read_part(self, records: Sequence[RecordIo], part: ReadPart) -> list[int]:
         """Read the runs of a part; return the indices of records that did not verify."""
@@ -102,7 +122,7 @@ class RecordReader:
         try:
             held = self._files.acquire(run.segment)
             try:
-                if not run.starts_with_header:
+                if run.fetches_header:
                     self._fetch_header(held, part, run.start)
                 done = self._files.read(held, buffers, run.first_page * PAGE_BYTES)
             finally:
@@ -134,36 +154,13 @@ class RecordReader:
                 page = self._room.page(int(part.extents[run.stop - 1]))
                 self._headers.put(segment, header_page, bytes(page))
 
-    def _read_again(
-        self, records: Sequence[RecordIo], places: npt.NDArray[np.void], suspects: list[int]
-    ) -> dict[int, FailureReason]:
-        """Read records one by one, header pages included; return those that fail again.
-
-        A stale header page, a segment unlinked meanwhile, one bad sector among good ones and a
-        read that overtook an eviction all end up here.
-        """
-        failed: dict[int, FailureReason] = {}
-        causes: Counter[str] = Counter()
-        rereads_left = _FAILED_REREADS_MAX
-        mismatch: Mismatch | None = None
-        for index in suspects:
-            if rereads_left > 0:
-                mismatch = self._read_alone(records[index], places[index])
-            if mismatch is not None:
-                failed[index] = mismatch.reason
-                causes[mismatch.cause] += 1
-                rereads_left -= mismatch.reason is FailureReason.IO_ERROR
-        for cause, count in causes.items():
-            self._failures.report("read", cause, record_count=count)
-        return failed
-
     def _read_alone(self, record: RecordIo, place: np.void) -> Mismatch | None:
         segment, header_page = int(place["segment"]), int(place["header_page"])
         index, size = int(place["index"]), int(place["payload_bytes"])
         payload_page = header_page + 1 + index * int(place["stride_pages"])
         page = self._room.page(0)
         self._headers.drop(segment, header_page)
-        self._files.forget_unlinked()
+        self._files.forget_if_unlinked(segment)
         try:
             held = self._files.acquire(segment)
             try:

@@ -1,0 +1,1 @@
+"""What is compiled: extents are moved and verified without the interpreter."""
