@@ -41,6 +41,7 @@ would save the header read of a partial extent: each rank has other bytes, one c
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -126,8 +127,15 @@ class Mismatch:
     """In words, the same for every record with this fault: the cause of one log line."""
 
 
-def parse_places(places: Sequence[Place]) -> npt.NDArray[np.void]:
-    """Return the places as an array of `PLACE_DTYPE`; one of a wrong length becomes all zeros."""
+def parse_places(places: Sequence[Place] | npt.NDArray[Any]) -> npt.NDArray[np.void]:
+    """Return the places as an array of `PLACE_DTYPE`; one of a wrong length becomes all zeros.
+
+    An array of items as wide as a place is not copied.
+    """
+    if isinstance(places, np.ndarray):
+        if places.dtype.kind == "V" and places.itemsize == PLACE_BYTES:
+            return places.view(PLACE_DTYPE)
+        places = places.tolist() if len(places) else ()
     joined = b"".join(places)
     if len(joined) != PLACE_BYTES * len(places) or set(map(len, places)) != {PLACE_BYTES}:
         joined = b"".join(p if len(p) == PLACE_BYTES else _NO_PLACE for p in places)

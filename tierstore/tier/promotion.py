@@ -17,7 +17,7 @@ from tierstore.tier.memory.primary import PrimaryTier
 from tierstore.tier.readable_records import ReadableRecords
 from tierstore.tier.reservation import NONE_TRIED, LoadReservation, untried
 from tierstore.tier.secondary import SecondaryTier
-from tierstore.transfer import FailureReason, JobId, Place, Promote, TransferDone
+from tierstore.transfer import FailureReason, JobId, Place, Promote, TransferDone, place_array
 
 __all__ = ["Promotions"]
 
@@ -106,7 +106,7 @@ class Promotions:
                         tier_idx=tier_idx,
                         group_idx=group_idx,
                         keys=tuple(keys),
-                        places=tuple(found),
+                        places=place_array(found),
                         slots=np.empty(0, np.int64),
                     )
                 )

@@ -15,7 +15,7 @@ from tierstore.layout import PAGE_BYTES
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters
 from tierstore.testing.spread import spread_hashes
-from tierstore.transfer import Demote, FailureReason, JobId, Load, Place, Promote, TransferDone
+from tierstore.transfer import Demote, FailureReason, JobId, Load, Promote, TransferDone
 
 CHUNK_BYTES = 4 << 20  # as many as one I/O task reads: each chunk is a task of its own
 MANIFEST = Manifest.simple("m", CHUNK_BYTES)
@@ -127,7 +127,7 @@ def records(numbers):
     places["header_page"] = numbers  # an extent each
     return {
         "keys": tuple(make_offload_keys(MANIFEST.namespace, 0, spread_hashes(numbers))),
-        "places": tuple(Place(place.tobytes()) for place in places),
+        "places": places,
         "slots": np.array(numbers, np.int64) * (CHUNK_BYTES // PAGE_BYTES),
     }
 

@@ -21,7 +21,7 @@ from tierstore.policy.use import UNKNOWN_USE, UseContext
 from tierstore.tier.memory.primary import PrimaryTier
 from tierstore.tier.secondary import SecondaryTier
 from tierstore.tier_events import Placed
-from tierstore.transfer import Demote, JobId, TransferDone
+from tierstore.transfer import Demote, JobId, TransferDone, place_array
 
 __all__ = ["WaitingDemote", "WriteQueue", "WritingDemote"]
 
@@ -190,7 +190,7 @@ class WriteQueue:
             tier_idx=self._tier_idx,
             group_idx=waiting.group_idx,
             keys=placed.keys,
-            places=placed.places,
+            places=place_array(placed.places),
             slots=np.array(slots, np.int64),
             owner=self._secondary.owner,
         )
