@@ -119,6 +119,16 @@ class Promote:
     slots: IntArray
     """Of each key, in order."""
 
+    def into(self, slots: IntArray) -> "Promote":
+        """Return the same promote with other slots."""
+        return Promote(
+            tier_idx=self.tier_idx,
+            group_idx=self.group_idx,
+            keys=self.keys,
+            places=self.places,
+            slots=slots,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPart:

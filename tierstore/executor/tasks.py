@@ -192,4 +192,5 @@ class IoTasks:
             job.reads.pop(indices.start, None)  # a demote has none
             job.tasks_left -= 1
             tier.progress.end(self._clock.seconds())
-            self._jobs.tell_changed()
+            if job.is_settled():  # whoever waits has nothing to do before
+                self._jobs.tell_changed()

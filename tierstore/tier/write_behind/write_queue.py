@@ -10,7 +10,7 @@ cancel          (reset) unpinned at once; what is written is never published
 import math
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -204,8 +204,10 @@ class WriteQueue:
         writing = self._writing.pop(done.job_id, None)
         if writing is None:
             return None
-        written = tuple(key for i, key in enumerate(writing.keys) if i not in done.failed)
-        writing = replace(writing, written=written)
+        written = writing.keys
+        if done.failed:
+            written = tuple(key for i, key in enumerate(written) if i not in done.failed)
+        writing = WritingDemote(writing.ticket, writing.group_idx, writing.keys, written)
         self._committing[writing.ticket] = writing
         self._secondary.commit(writing.ticket, tuple(done.failed))
         return writing
