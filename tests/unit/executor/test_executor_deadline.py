@@ -297,3 +297,13 @@ def test_two_tiers_that_hang_are_given_up_together(tiers):
     assert tiers.answer().failed == dict.fromkeys(range(2), FailureReason.DEADLINE)
     tiers.end_hung()
     assert tiers.answer() == TransferDone(job_id=JOB)
+
+
+def test_who_waits_is_woken_when_an_answer_is_due_and_not_by_each_task(tiers):
+    woken = threading.Event()
+    # Room for a wrong call: without one, nothing but a moment passes.
+    tiers.backends[0].before_read = lambda number: number == 1 and woken.wait(0.3)
+    tiers.load((0, range(3)))
+    tiers.executor.wait(60)
+    woken.set()
+    assert tiers.executor.poll() == [TransferDone(job_id=JOB)]
