@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.errors import TierStoreError
-from tierstore.key import OffloadKey, get_offload_group_idx
+from tierstore.key import OffloadKey, offload_group_indices
 from tierstore.layout import PAGE_BYTES, GroupKind, GroupSpec
 from tierstore.quoting import escaped, named, quoted
 from tierstore.transfer import IntArray
@@ -58,11 +58,17 @@ Rows = ByteArray | list[ByteArray]
 """Chunks as rows of bytes: one array of shape (n, chunk_bytes), or n arrays."""
 
 
-def adjacent_runs(slots: IntArray, slot_bytes: int) -> list[tuple[int, int]]:
-    """Split slots into half-open runs [start, stop) that are adjacent in the pool."""
+def adjacent_runs(slots: IntArray, slot_bytes: int, rows: Sequence[int]) -> list[tuple[int, int]]:
+    """Split slots into half-open runs [start, stop) that are adjacent in the pool.
+
+    So are the rows of the caller's array that they belong to, one for each.
+    """
     if len(slots) == 0:
         return []
-    cuts = np.flatnonzero(np.diff(slots) != slot_bytes // PAGE_BYTES) + 1
+    are_apart = np.diff(slots) != slot_bytes // PAGE_BYTES
+    if not isinstance(rows, range):
+        are_apart |= np.diff(rows) != 1
+    cuts = np.flatnonzero(are_apart) + 1
     return list(pairwise([0, *cuts.tolist(), len(slots)]))
 
 
@@ -79,7 +85,7 @@ def one_group(keys: Sequence[OffloadKey], specs: Sequence[GroupSpec]) -> int:
     Raises:
         ValueError: they are of several groups, or of one that is not cached.
     """
-    group_indices = set(map(get_offload_group_idx, keys)) or {0}
+    group_indices = offload_group_indices(keys) or {0}
     if len(group_indices) > 1:
         raise ValueError(f"keys: expected one group per call, got {quoted(sorted(group_indices))}")
     (group_idx,) = group_indices
@@ -105,7 +111,8 @@ def byte_rows(array: object, count: int, chunk_bytes: int, *, writable: bool = F
         raise
     except Exception as error:  # whatever the caller's own classes raise
         raise TypeError(f"{name}: cannot be viewed as an array: {named(error)}") from error
-    if writable and not all(row.flags.writeable for row in rows):
+    parts = [rows] if isinstance(rows, np.ndarray) else rows
+    if writable and not all(part.flags.writeable for part in parts):
         raise ValueError(f"{name}: is read-only, and the chunks are written into it")
     return rows
 

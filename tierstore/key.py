@@ -24,6 +24,7 @@ __all__ = [
     "get_offload_namespace",
     "make_offload_key",
     "make_offload_keys",
+    "offload_group_indices",
     "require_keys",
 ]
 
@@ -37,6 +38,9 @@ _PREFIX_BYTES = NAMESPACE_BYTES + 4
 KEY_BYTES_MAX = _PREFIX_BYTES + BLOCK_HASH_BYTES_MAX
 _KEY_BYTES_MIN = _PREFIX_BYTES + BLOCK_HASH_BYTES_MIN
 _GROUP_COUNT_MAX = 1 << 32
+
+_namespace_of = operator.itemgetter(slice(NAMESPACE_BYTES))
+_group_of = operator.itemgetter(slice(NAMESPACE_BYTES, _PREFIX_BYTES))
 
 
 def make_offload_key(namespace: Namespace, group_idx: int, block_hash: bytes) -> OffloadKey:
@@ -98,6 +102,8 @@ def require_keys(keys: object, namespace: Namespace) -> list[OffloadKey]:
             f"got {type(keys).__name__}"
         )
     keys = _listed(keys)
+    if _are_of(namespace, keys):
+        return keys
     for i, key in enumerate(keys):
         if type(key) is not bytes:
             if not issubclass(type(key), bytes):  # `isinstance` would ask the key
@@ -113,6 +119,15 @@ def require_keys(keys: object, namespace: Namespace) -> list[OffloadKey]:
             )
         _require_length(OffloadKey(key))
     return keys
+
+
+def _are_of(namespace: Namespace, keys: list[Any]) -> bool:
+    """Return whether all keys are bytes objects, and keys of `namespace`."""
+    if set(map(type, keys)) != {bytes}:
+        return False
+    lengths = set(map(len, keys))
+    are_of_one = set(map(_namespace_of, keys)) == {namespace}
+    return are_of_one and min(lengths) >= _KEY_BYTES_MIN and max(lengths) <= KEY_BYTES_MAX
 
 
 def _listed(keys: Sequence[Any]) -> list[Any]:
@@ -153,6 +168,11 @@ def get_offload_group_idx(key: OffloadKey) -> int:
     """
     _require_length(key)
     return int.from_bytes(key[NAMESPACE_BYTES:_PREFIX_BYTES], "big")
+
+
+def offload_group_indices(keys: Sequence[OffloadKey]) -> set[int]:
+    """Return the indices of the groups that some offload keys are of; about 0.05 us per key."""
+    return {int.from_bytes(group, "big") for group in set(map(_group_of, keys))}
 
 
 def get_offload_block_hash(key: OffloadKey) -> bytes:

@@ -14,14 +14,15 @@ from bench.device import Clock, Threads, huge_buffer
 from tierstore import Manifest, TierStore
 from tierstore.backend.opening import open_backend
 from tierstore.backend.record_batch import RecordBatch
+from tierstore.codec.places import extent_ends, segments_of
 from tierstore.codec.record import EXTENT_RECORDS_MAX, PLACE_DTYPE
 from tierstore.config import StoreConfig
-from tierstore.executor.job import split_batches
+from tierstore.executor.splitting import Splitter
 from tierstore.geometry import SpaceGeometry
 from tierstore.key import OffloadKey, make_offload_keys
 from tierstore.layout import PAGE_BYTES, round_up
 from tierstore.testing.spread import spread_hashes
-from tierstore.transfer import FailureReason, Place
+from tierstore.transfer import FailureReason, PlaceArray
 
 PATIENCE_SECONDS = 30.0
 WARM_UP_RUNS = 3
@@ -63,7 +64,7 @@ class BackendBench:
         self._backend = open_backend(self._tier, data.manifest, rank=0, rank_count=1)
         header_pages = 1 if self._tier.backend == "file" else 0
         self._records, self._places = self._layout(header_pages)
-        self._segments = sorted({int.from_bytes(place[:4], "little") for place in self._places})
+        self._segments = segments_of(self._places)
 
     def run(self, clock: Clock) -> None:
         """Write everything, read it, release it."""
@@ -81,7 +82,7 @@ class BackendBench:
         self._backend.close()
         shutil.rmtree(self._tier.path)
 
-    def _layout(self, header_pages: int) -> tuple[RecordBatch, tuple[Place, ...]]:
+    def _layout(self, header_pages: int) -> tuple[RecordBatch, PlaceArray]:
         stride = self._slot_bytes // PAGE_BYTES + (1 - header_pages)
         geometry = SpaceGeometry.of(self._tier, self._data.manifest, 1)
         segment_pages = geometry.segment_pages(geometry.capacity_bytes, 1, stride)
@@ -98,13 +99,13 @@ class BackendBench:
             place["stride_pages"], place["payload_bytes"] = stride, self._data.chunk_bytes
             place["segment_pages"] = segment_pages
             index += 1
-        encoded = tuple(Place(place.tobytes()) for place in places)
         offsets = np.arange(self._data.count) * self._slot_bytes
         keys = self._data.keys(0)
-        return RecordBatch.in_pool(keys, encoded, self._pool, offsets, self._slot_bytes), encoded
+        return RecordBatch.in_pool(keys, places, self._pool, offsets, self._slot_bytes), places
 
     def _move(self, call: Callable[[RecordBatch], dict[int, FailureReason]]) -> None:
-        batches = split_batches(self._places, self._data.chunk_bytes, self._tier.io.threads)
+        splitter = Splitter(self._tier.io.threads, find_cuts=extent_ends)
+        batches = splitter.batches(self._places, self._data.chunk_bytes)
         self._threads.run([partial(call, self._records[i:j]) for i, j in batches])
 
 

@@ -15,7 +15,7 @@ from tierstore.manifest import Manifest
 from tierstore.metrics import Counters
 from tierstore.testing.copy_conformance import BLOCK_COUNT, make_caches
 from tierstore.testing.spread import spread_hashes
-from tierstore.transfer import JobId, Load, LoadPart, Offload, Place, Promote
+from tierstore.transfer import JobId, Load, LoadPart, Offload, Promote
 
 pytestmark = NEEDS_GPU
 
@@ -97,7 +97,7 @@ def test_chunks_that_threads_read_arrive_in_their_blocks(executor, memory) -> No
         tier_idx=0,
         group_idx=0,
         keys=tuple(make_offload_keys(Namespace(b"n" * 8), 0, spread_hashes(range(COUNT)))),
-        places=tuple(Place(place.tobytes()) for place in places),
+        places=places,
         slots=SLOTS,
     )
     executor.submit([Load(job_id=JobId(1), parts=(part(),), promotes=(promote,))])

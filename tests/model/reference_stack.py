@@ -7,7 +7,7 @@ import numpy as np
 from tierstore.policy.use import UNKNOWN_USE
 from tierstore.tier.reservation import ChunkState, LoadReservation, OffloadReservation
 from tierstore.tier.stack import TierStack
-from tierstore.transfer import JobId, Place, Promote
+from tierstore.transfer import JobId, Place, Promote, place_array
 
 __all__ = ["ReferenceStack"]
 
@@ -150,7 +150,7 @@ class ReferenceStack(TierStack):
                 pinned.append(key)
             if promoted:
                 slots = np.array([self.slots[key] for key in promoted], np.int64)
-                places = tuple(Place(key) for key in promoted)
+                places = place_array([Place(key) for key in promoted])
                 promotes.append(
                     Promote(
                         tier_idx=0,

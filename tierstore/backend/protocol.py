@@ -55,8 +55,9 @@ class Backend(Protocol):
 
         The executor hands over a `RecordBatch`, which has the records as arrays, too.
 
-        Records of one extent are adjacent, in order, and complete: an extent is written by one
-        call, header page included. A failed extent fails all its records.
+        In a tier on this machine, records of one extent are adjacent, in order, and complete: an
+        extent is written by one call, header page included. A failed extent fails all its records.
+        Elsewhere the records of a command are divided anywhere.
         """
 
     def read(self, records: Sequence[RecordIo]) -> dict[int, FailureReason]:

@@ -9,11 +9,9 @@ import numpy.typing as npt
 from tierstore.backend.protocol import RecordIo
 from tierstore.device.system import buffer_address
 from tierstore.key import OffloadKey
-from tierstore.transfer import Place
+from tierstore.transfer import Place, PlaceArray, place_array
 
 __all__ = ["RecordBatch"]
-
-_Places = Sequence[Place] | npt.NDArray[np.void]
 
 
 class RecordBatch(Sequence[RecordIo]):
@@ -27,7 +25,7 @@ class RecordBatch(Sequence[RecordIo]):
     def __init__(
         self,
         keys: Sequence[OffloadKey],
-        places: npt.NDArray[np.void] | npt.NDArray[np.object_],
+        places: PlaceArray,
         memory: "_Pool | _Slots",
     ) -> None:
         """Use `in_pool` or `of`."""
@@ -44,7 +42,7 @@ class RecordBatch(Sequence[RecordIo]):
     def in_pool(
         cls,
         keys: Sequence[OffloadKey],
-        places: _Places,
+        places: Sequence[Place] | PlaceArray,
         pool: memoryview,
         offsets: npt.NDArray[np.int64],
         slot_bytes: int,
@@ -62,7 +60,7 @@ class RecordBatch(Sequence[RecordIo]):
                 f"expected as many keys and places as slots, "
                 f"got {len(keys)}, {len(places)}, {len(offsets)}"
             )
-        return cls(keys, _place_array(places), _Pool.cut(pool, offsets, slot_bytes))
+        return cls(keys, place_array(places), _Pool.cut(pool, offsets, slot_bytes))
 
     @classmethod
     def of(cls, records: Sequence[RecordIo]) -> "RecordBatch":
@@ -75,7 +73,7 @@ class RecordBatch(Sequence[RecordIo]):
             return records
         return cls(
             [record.key for record in records],
-            _place_array([record.place for record in records]),
+            place_array([record.place for record in records]),
             _Slots.of([record.slot for record in records]),
         )
 
@@ -113,8 +111,9 @@ class _Pool:
 
     @classmethod
     def cut(cls, buffer: memoryview, offsets: npt.NDArray[np.int64], slot_bytes: int) -> Self:
-        inside = np.where(offsets >= 0, offsets, buffer.nbytes).clip(max=buffer.nbytes)
-        return cls(buffer, inside, (buffer.nbytes - inside).clip(max=max(0, slot_bytes)))
+        # `np.minimum` takes a third of the time of `clip`.
+        inside = np.minimum(np.where(offsets >= 0, offsets, buffer.nbytes), buffer.nbytes)
+        return cls(buffer, inside, np.minimum(buffer.nbytes - inside, max(0, slot_bytes)))
 
     def part(self, chosen: slice) -> "_Pool":
         return _Pool(self._buffer, self._offsets[chosen], self.slot_bytes[chosen])
@@ -149,17 +148,3 @@ class _Slots:
 
     def slot(self, index: int) -> memoryview:
         return self._slots[index]
-
-
-def _place_array(places: _Places) -> npt.NDArray[np.void] | npt.NDArray[np.object_]:
-    if isinstance(places, np.ndarray):
-        return places
-    if not places:
-        return np.empty(0, "V1")
-    width = len(places[0])
-    joined = b"".join(places)
-    if width > 0 and len(joined) == width * len(places) and set(map(len, places)) == {width}:
-        return np.frombuffer(joined, f"V{width}")
-    each = np.empty(len(places), np.object_)
-    each[:] = places
-    return each

@@ -69,11 +69,12 @@ class BatchedPut(BatchedCall):
 
     def _fill_slots(self, reservation: OffloadReservation, rows: Rows) -> None:
         spec, slots = self._specs[reservation.group_idx], reservation.slots
-        is_whole = len(reservation.indices) == len(rows)
-        for start, stop in adjacent_runs(slots, spec.slot_bytes):
+        indices = reservation.indices
+        for start, stop in adjacent_runs(slots, spec.slot_bytes, indices):
             target = slot_rows(self._pool, spec, int(slots[start]), stop - start)
-            if is_whole and isinstance(rows, np.ndarray):
-                target[:] = rows[start:stop]
+            source = rows[indices[start] : indices[start] + stop - start]
+            if isinstance(source, np.ndarray):
+                target[:] = source
             else:
-                for slot, i in zip(target, reservation.indices[start:stop], strict=True):
-                    slot[:] = rows[i]
+                for slot, row in zip(target, source, strict=True):
+                    slot[:] = row

@@ -7,7 +7,9 @@ way are waited for when nothing of our own is: two that waited for each other wo
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tierstore.arrays import Rows, adjacent_runs, slot_rows
+import numpy as np
+
+from tierstore.arrays import ByteArray, Rows, adjacent_runs, slot_rows
 from tierstore.embedded.async_calls import begin_wait, may_wait, touching
 from tierstore.embedded.batches import BATCHES_IN_FLIGHT, BatchedCall
 from tierstore.embedded.loop import PendingLoad
@@ -24,14 +26,22 @@ class _Batch:
     """A load on its way to the caller's array."""
 
     load: PendingLoad
-    rows: list[list[int]]
-    """Per chunk, the rows of the caller's array that want it."""
+    rows: list[int]
+    """Per chunk, the first row of the caller's array that wants it."""
 
 
 class Retrieval(BatchedCall):
     """Loads chunks to a caller's array; runs inside the gate, and steps out where it waits."""
 
-    __slots__ = ("_batch_chunks", "_found", "_group_idx", "_in_flight", "_out", "_rows_of")
+    __slots__ = (
+        "_batch_chunks",
+        "_found",
+        "_group_idx",
+        "_in_flight",
+        "_more_rows",
+        "_out",
+        "_rows_of",
+    )
 
     def run(
         self, group_idx: int, keys: Sequence[OffloadKey], out: Rows, batch_chunks: int
@@ -43,11 +53,15 @@ class Retrieval(BatchedCall):
         self._out = out
         self._found = [False] * len(keys)
         # Each chunk is in one batch, or a second one would find it on its way to memory.
-        rows_of: dict[OffloadKey, list[int]] = {}
-        for i, key in enumerate(keys):
-            rows_of.setdefault(key, []).append(i)
-        self._rows_of: Mapping[OffloadKey, list[int]] = rows_of
-        wanted: Sequence[OffloadKey] = list(rows_of)
+        rows_of = dict(zip(keys[::-1], range(len(keys))[::-1], strict=True))
+        wanted: Sequence[OffloadKey] = keys
+        self._more_rows: dict[int, list[int]] = {}
+        if len(rows_of) < len(keys):
+            wanted = list(dict.fromkeys(keys))
+            for i, key in enumerate(keys):
+                if rows_of[key] != i:
+                    self._more_rows.setdefault(rows_of[key], []).append(i)
+        self._rows_of: Mapping[OffloadKey, int] = rows_of
         if not may_wait() and not self._stack.primary.holds_all(wanted):
             begin_wait()  # before a part of it is loaded, and counted, twice
         self._planes.is_changing = True
@@ -90,7 +104,7 @@ class Retrieval(BatchedCall):
         if reservation is None:
             return part
         if reservation.keys[0]:
-            rows = [self._rows_of[key] for key in reservation.keys[0]]
+            rows = list(map(self._rows_of.__getitem__, reservation.keys[0]))
             self._in_flight.append(_Batch(self._loop.start_load(reservation), rows))
         return held
 
@@ -120,16 +134,28 @@ class Retrieval(BatchedCall):
         # The slots are pinned or still arriving, so their bytes stay in place until finish_load.
         failed = batch.load.failed_slots()
         spec, slots = self._specs[self._group_idx], batch.load.reservation.slots[0]
-        out, found = self._out, self._found
-        for start, stop in adjacent_runs(slots, spec.slot_bytes):
+        rows = batch.rows
+        if failed:
+            came = [i for i, slot in enumerate(slots.tolist()) if slot not in failed]
+            slots, rows = slots[came], [rows[i] for i in came]
+        for start, stop in adjacent_runs(slots, spec.slot_bytes, rows):
             source = slot_rows(self._pool, spec, int(slots[start]), stop - start)
-            for chunk, slot, rows in zip(
-                source, slots[start:stop].tolist(), batch.rows[start:stop], strict=True
-            ):
-                if slot not in failed:
-                    for row in rows:
-                        out[row][:] = chunk
-                        found[row] = True
+            self._fill_rows(rows[start], source)
+
+    def _fill_rows(self, first: int, source: ByteArray) -> None:
+        """Copy chunks to adjacent rows of the caller's array, and to others that want them."""
+        out, end = self._out, first + len(source)
+        if isinstance(out, np.ndarray):
+            out[first:end] = source
+        else:
+            for row, chunk in zip(out[first:end], source, strict=True):
+                row[:] = chunk
+        self._found[first:end] = [True] * len(source)
+        if self._more_rows:
+            for i, chunk in enumerate(source, first):
+                for again in self._more_rows.get(i, ()):
+                    out[again][:] = chunk
+                    self._found[again] = True
 
     def _retry(self, batch: _Batch) -> list[_Batch]:
         """Load what a batch did not bring from another tier that has it, if any does."""

@@ -184,7 +184,7 @@ class TransferExecutor:
         return self._jobs.take_answers(self._clock.seconds())
 
     def wait(self, timeout_seconds: float) -> None:
-        """Sleep until a task reports or time is up; not at all while copies are on their way."""
+        """Sleep until an answer is due or time is up; not at all while copies are on their way."""
         with self._jobs.lock:
             is_copying = self._copies is not None and self._copies.are_under_way()
             if not is_copying and not self._jobs.is_any_settled():

@@ -1,12 +1,12 @@
 """One command on its way through the data plane."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from tierstore.backend.record_batch import RecordBatch
-from tierstore.codec.record import parse_places
 from tierstore.dma.protocol import ComputeMark
 from tierstore.executor.progress import SpanRead
 from tierstore.layout import PAGE_BYTES
@@ -17,15 +17,11 @@ from tierstore.transfer import (
     JobId,
     Load,
     LoadPart,
-    Place,
     Promote,
     TransferDone,
 )
 
-__all__ = ["Copy", "Job", "PartIndex", "RecordSpan", "split_batches", "split_spans"]
-
-_BATCH_BYTES_MIN = 1 << 20
-_BATCH_BYTES_MAX = 4 << 20
+__all__ = ["Copy", "Job", "PartIndex", "RecordSpan"]
 
 
 @dataclass(slots=True)
@@ -101,53 +97,50 @@ class Copy:
 
 
 class PartIndex:
-    """Finds the engine blocks that wait for promoted slots."""
+    """Finds the engine blocks that wait for promoted chunks."""
 
     def __init__(self, load: Load) -> None:
-        """Index the slots that the load's promotes fill. O(promoted chunks)."""
-        promoted = {slot for promote in load.promotes for slot in promote.slots.tolist()}
+        """Index the chunks that the load's promotes bring, by their slots; no work per chunk."""
         self._parts = load.parts
-        self._rows = {
-            slot: (part_idx, row)
-            for part_idx, part in enumerate(load.parts)
-            for row, slot in enumerate(part.slots.tolist())
-            if slot in promoted
-        }
+        self._rows: list[IntArray] = []
+        """Per part, the row that waits for each promoted chunk of the job; negative: none."""
+        if load.parts and load.promotes:
+            promoted = np.concatenate([promote.slots for promote in load.promotes])
+            self._rows = [_rows_of(part.slots, promoted) for part in load.parts]
 
     def resident_parts(self) -> list[LoadPart]:
         """Return the parts of the load that no promote has to fill first."""
-        rows_waiting: dict[int, list[int]] = {}
-        for part_idx, row in self._rows.values():
-            rows_waiting.setdefault(part_idx, []).append(row)
+        if not self._rows:
+            return [part for part in self._parts if len(part.slots)]
         parts = []
-        for part_idx, part in enumerate(self._parts):
+        for part, rows in zip(self._parts, self._rows, strict=True):
             ready = np.ones(len(part.slots), bool)
-            ready[rows_waiting.get(part_idx, [])] = False
+            ready[rows[rows >= 0]] = False
             if ready.any():
-                parts.append(
-                    LoadPart(
-                        group_idx=part.group_idx,
-                        block_ids=part.block_ids[ready],
-                        slots=part.slots[ready],
-                    )
-                )
+                parts.append(_chosen(part, ready))
         return parts
 
-    def parts_of(self, slots: IntArray) -> list[LoadPart]:
-        """Return what may be copied now that these slots are filled."""
-        rows: dict[int, list[int]] = {}
-        for slot in slots.tolist():
-            found = self._rows.get(slot)
-            if found is not None:
-                rows.setdefault(found[0], []).append(found[1])
-        return [
-            LoadPart(
-                group_idx=self._parts[part_idx].group_idx,
-                block_ids=self._parts[part_idx].block_ids[chosen],
-                slots=self._parts[part_idx].slots[chosen],
-            )
-            for part_idx, chosen in rows.items()
+    def parts_of(self, arrived: slice | IntArray) -> list[LoadPart]:
+        """Return what may be copied now that these chunks, by index in the job, have arrived."""
+        waiting = [
+            (part, rows[arrived]) for part, rows in zip(self._parts, self._rows, strict=False)
         ]
+        return [_chosen(part, rows[rows >= 0]) for part, rows in waiting if (rows >= 0).any()]
+
+
+def _rows_of(slots: IntArray, wanted: IntArray) -> IntArray:
+    """Return where each wanted slot is among some slots; -1: nowhere."""
+    if not len(slots):
+        return np.full(len(wanted), -1, np.int64)
+    order = np.argsort(slots)
+    rows = order[np.searchsorted(slots, wanted, sorter=order).clip(max=len(slots) - 1)]
+    return np.where(slots[rows] == wanted, rows, -1)
+
+
+def _chosen(part: LoadPart, rows: npt.NDArray[np.bool_] | IntArray) -> LoadPart:
+    return LoadPart(
+        group_idx=part.group_idx, block_ids=part.block_ids[rows], slots=part.slots[rows]
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,53 +178,9 @@ class RecordSpan:
         """Return all records by their index in the span, as if the device had refused them."""
         return dict.fromkeys(range(self.record_count), FailureReason.IO_ERROR)
 
-    def slots_without(self, failed: Container[int]) -> IntArray:
-        """Return the slots of the records that did not fail."""
-        slots = self.command.slots[self.start : self.stop]
-        return slots[[i for i in range(self.record_count) if i not in failed]]
-
-
-def split_batches(
-    places: tuple[Place, ...], chunk_bytes: int, thread_count: int
-) -> list[tuple[int, int]]:
-    """Split records into half-open runs [start, stop), one per I/O task.
-
-    Cuts only between extents, so that an extent is written by one call and read with its header
-    page. Batches are small enough to keep all threads busy and to overlap reads with copies.
-    """
-    fields = parse_places(places)  # of a damaged catalog they may be anything
-    extents = fields["segment"].astype(np.int64) << 32 | fields["header_page"]
-    cuts = [*(np.flatnonzero(extents[1:] != extents[:-1]) + 1).tolist(), len(places)]
-    target = len(places) * chunk_bytes // (2 * thread_count)
-    target = min(max(target, _BATCH_BYTES_MIN), _BATCH_BYTES_MAX)
-    batches = []
-    start = 0
-    for cut in cuts:
-        if (cut - start) * chunk_bytes >= target or cut == len(places):
-            batches.append((start, cut))
-            start = cut
-    return batches
-
-
-def split_spans(
-    command: Promote | Demote,
-    first: int,
-    chunk_bytes: int,
-    thread_count: int,
-    read_bytes_max: int = _BATCH_BYTES_MAX,
-) -> list[RecordSpan]:
-    """Split a command, whose first chunk has index `first` in its job, by `split_batches`.
-
-    A read has at most `read_bytes_max`, or one chunk. It is cut within an extent too, at the cost
-    of its header page: how long one read takes is what tells a slow device from one that hangs, so
-    that none may be much longer than others.
-    """
-    batches = split_batches(command.places, chunk_bytes, thread_count)
-    if isinstance(command, Promote):
-        count_max = max(1, min(_BATCH_BYTES_MAX, read_bytes_max) // chunk_bytes)
-        batches = [
-            (cut, min(cut + count_max, stop))
-            for start, stop in batches
-            for cut in range(start, stop, count_max)
-        ]
-    return [RecordSpan(command, start, stop, first) for start, stop in batches]
+    def arrived(self, failed: Collection[int]) -> slice | IntArray:
+        """Return the index, within the job, of each record that did not fail."""
+        indices = self.indices
+        if not failed:
+            return slice(indices.start, indices.stop)
+        return np.delete(np.arange(indices.start, indices.stop), list(failed))

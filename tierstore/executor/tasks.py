@@ -8,7 +8,7 @@ from tierstore.backend.protocol import Backend
 from tierstore.clock import Clock
 from tierstore.errors import BackendError
 from tierstore.executor.copies import Copies
-from tierstore.executor.job import Job, PartIndex, RecordSpan, split_spans
+from tierstore.executor.job import Job, PartIndex, RecordSpan
 from tierstore.executor.jobs import OpenJobs
 from tierstore.executor.progress import SpanRead
 from tierstore.executor.syncing import AfterSync, PendingSync
@@ -52,8 +52,7 @@ class IoTasks:
     ) -> None:
         """Queue the reads of a promote; its keys have the indices from `first` in the job."""
         chunk_bytes = self._chunk_bytes[promote.group_idx]
-        threads = tier.config.io.threads
-        spans = split_spans(promote, first, chunk_bytes, threads, tier.held_bytes_max)
+        spans = tier.splitter.split(promote, first, chunk_bytes)
         with self._jobs.lock:
             now = self._clock.seconds()
             if tier.progress.is_stalled(now):
@@ -74,7 +73,7 @@ class IoTasks:
     def queue_demote(self, job: Job, tier: TierIo, demote: Demote) -> None:
         """Queue the writes of a demote."""
         chunk_bytes = self._chunk_bytes[demote.group_idx]
-        spans = split_spans(demote, 0, chunk_bytes, tier.config.io.threads)
+        spans = tier.splitter.split(demote, 0, chunk_bytes)
         with self._jobs.lock:
             self._accept(job, tier, len(spans))
         for span in spans:
@@ -103,11 +102,11 @@ class IoTasks:
         """Fill slots and send them on to the GPU."""
         if not self._begin_read(job, tier, span):
             return
-        failed = span.all_failed()
+        failed: dict[int, FailureReason] | None = None
         try:
             failed = tier.backend.read(span.records(self._pool.array.data, self._slot_bytes))
             if self._copies is not None:
-                self._copies.send_on(job, index.parts_of(span.slots_without(failed)))
+                self._copies.send_on(job, index.parts_of(span.arrived(failed)))
         finally:
             self._end(job, tier, span, failed)
             with self._jobs.lock:
@@ -136,12 +135,12 @@ class IoTasks:
 
     def _write(self, job: Job, tier: TierIo, owner: int, span: RecordSpan) -> None:
         """Write slots to records."""
-        failed = span.all_failed()
+        failed: dict[int, FailureReason] | None = None
         self._begin_write(tier)
         try:
             failed = tier.write(owner, span.records(self._pool.array.data, self._slot_bytes))
         finally:
-            if failed:
+            if failed != {}:
                 job.cause = take_cause() or job.cause
             self._end(job, tier, span, failed)
 
@@ -182,12 +181,16 @@ class IoTasks:
             tier.progress.begin(self._clock.seconds())
 
     def _end(
-        self, job: Job, tier: TierIo, span: RecordSpan, failed: dict[int, FailureReason]
+        self, job: Job, tier: TierIo, span: RecordSpan, failed: dict[int, FailureReason] | None
     ) -> None:
+        """Report a task to its job; None: an error has ended it, and all of its records failed."""
+        failed = span.all_failed() if failed is None else failed
         indices = span.indices
         with self._jobs.lock:
-            job.failed.update({indices[i]: reason for i, reason in failed.items()})
+            if failed:
+                job.failed.update({indices[i]: reason for i, reason in failed.items()})
             job.reads.pop(indices.start, None)  # a demote has none
             job.tasks_left -= 1
             tier.progress.end(self._clock.seconds())
-            self._jobs.tell_changed()
+            if job.is_settled():  # whoever waits has nothing to do before
+                self._jobs.tell_changed()

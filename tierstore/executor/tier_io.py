@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 from tierstore.backend.opening import BackendOpener
 from tierstore.backend.reopening import ReopeningBackend
 from tierstore.catalog.owners import OwnerLocks
-from tierstore.codec.record import parse_places
+from tierstore.codec.places import extent_ends, segments_of
 from tierstore.config import SecondaryConfig
 from tierstore.executor.progress import ReadGate, TierProgress
+from tierstore.executor.splitting import Splitter
 from tierstore.io_pool import IoPool
 from tierstore.manifest import Manifest
 from tierstore.transfer import FailureReason
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tierstore.backend.protocol import Backend, RecordIo
+    from tierstore.backend.protocol import Backend
+    from tierstore.backend.record_batch import RecordBatch
 
 __all__ = ["TierIo"]
 
@@ -55,9 +55,16 @@ class TierIo:
         )
         self.backend: Backend = backend
         self.owners = OwnerLocks(config.path) if config.is_on_disk else None
-        self.held_bytes_max = int(pool_bytes * config.io.breaker.hung_share)
-        """What reads may hold of the pool while they hang."""
-        self.gate = ReadGate(self.held_bytes_max, config.io.threads)
+        held_bytes_max = int(pool_bytes * config.io.breaker.hung_share)  # by reads that hang
+        self.splitter = Splitter(
+            config.io.threads,
+            held_bytes_max,
+            # An extent is written by one call, and read with its header page. What a place is
+            # elsewhere, only the two halves of that tier know.
+            find_cuts=extent_ends if config.is_on_disk else None,
+        )
+        """How commands are divided into tasks."""
+        self.gate = ReadGate(held_bytes_max, config.io.threads)
         self.progress = TierProgress(config.io.threads, config.io.deadline_seconds, self.gate)
         """Guarded by the executor's lock, as is the gate."""
         self.pool = IoPool(config.io.threads, f"tierstore-{config.name}")
@@ -70,7 +77,7 @@ class TierIo:
             self.pool.close(_OPEN_SECONDS_MAX)
             raise
 
-    def write(self, owner: int, records: "Sequence[RecordIo]") -> dict[int, FailureReason]:
+    def write(self, owner: int, records: "RecordBatch") -> dict[int, FailureReason]:
         """Write records as long as their places are the owner's; return the failed ones by index.
 
         Called by the tier's threads, as the backend.
@@ -82,8 +89,7 @@ class TierIo:
             if self.owners.hold(owner):
                 return failed
             # The path was replaced meanwhile: what was written there is in no account.
-            places = parse_places([record.place for record in records])
-            self.backend.release((), sorted(set(places["segment"].tolist())))
+            self.backend.release((), segments_of(records.places))
         return dict.fromkeys(range(len(records)), FailureReason.IO_ERROR)
 
     def close(self) -> None:

@@ -1,6 +1,5 @@
 """Loads: chunks that are pinned in memory, or promoted to it, so that their bytes can be read."""
 
-import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
@@ -67,7 +66,9 @@ class Loads:
                 continue
             pinned.extend(key for key, slot in zip(keys, slots, strict=True) if slot is not None)
             missing = [key for key, slot in zip(keys, slots, strict=True) if slot is None]
-            known = [key for key in missing if not self._locator.is_busy(key)]
+            known = missing
+            if self._locator.is_any_busy(missing):
+                known = [key for key in missing if not self._locator.is_busy(key)]
             promotes, nowhere = self._promotions.find(group_idx, known, tried)
             found.extend(promotes)
             if nowhere or len(known) < len(missing):
@@ -147,7 +148,7 @@ class Loads:
                 for undone in reserved:
                     self._intake.abort(undone.keys)
                 return None
-            reserved.append(dataclasses.replace(promote, slots=slots))
+            reserved.append(promote.into(slots))
         for promote in reserved:
             # After all promotes have their slots: this pins victims, which the promotes may evict.
             self._victims.demote_ahead(promote.group_idx, len(promote.keys))

@@ -17,9 +17,11 @@ from tierstore.tier.memory.primary import PrimaryTier
 from tierstore.tier.readable_records import ReadableRecords
 from tierstore.tier.reservation import NONE_TRIED, LoadReservation, untried
 from tierstore.tier.secondary import SecondaryTier
-from tierstore.transfer import FailureReason, JobId, Place, Promote, TransferDone
+from tierstore.transfer import FailureReason, IntArray, JobId, Promote, TransferDone, place_array
 
 __all__ = ["Promotions"]
+
+_NO_SLOTS: IntArray = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,22 +94,20 @@ class Promotions:
             if not asked:
                 continue
             places = records.locate(asked)
-            keys: list[OffloadKey] = []
-            found: list[Place] = []
-            for key, place in zip(asked, places, strict=True):
-                if place is not None:
-                    keys.append(key)
-                    found.append(place)
+            keys = tuple(asked)
+            found = [place for place in places if place is not None]
+            if len(found) < len(keys):
+                pairs = zip(asked, places, strict=True)
+                keys = tuple(key for key, place in pairs if place is not None)
             if keys:
-                here = set(keys)
-                missing = [key for key in missing if key not in here]
+                missing = _without(missing, keys)
                 promotes.append(
                     Promote(
                         tier_idx=tier_idx,
                         group_idx=group_idx,
-                        keys=tuple(keys),
-                        places=tuple(found),
-                        slots=np.empty(0, np.int64),
+                        keys=keys,
+                        places=place_array(found),
+                        slots=_NO_SLOTS,
                     )
                 )
         return promotes, missing
@@ -267,3 +267,11 @@ class Promotions:
 
     def _slot_bytes(self, promote: Promote, count: int) -> int:
         return count * self._groups[promote.group_idx].slot_bytes
+
+
+def _without(keys: Sequence[OffloadKey], found: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+    """Return those of some keys that are not among `found`, which are of them."""
+    if len(found) == len(keys):
+        return ()
+    here = set(found)
+    return [key for key in keys if key not in here]

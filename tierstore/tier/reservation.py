@@ -68,18 +68,22 @@ class LoadReservation(NamedTuple):
         use: UseContext = UNKNOWN_USE,
     ) -> Self:
         """Merge the slots of resident keys (`groups`) with those of the promotes."""
-        given: dict[OffloadKey, int] = {}
-        for promote in promotes:
-            given.update(zip(promote.keys, promote.slots.tolist(), strict=True))
-        all_keys: list[tuple[OffloadKey, ...]] = []
-        all_slots: list[IntArray] = []
-        for keys, had in groups:
-            slots = had
-            if given:
-                slots = [given[k] if s is None else s for k, s in zip(keys, had, strict=True)]
-            all_keys.append(tuple(keys))
-            all_slots.append(np.array(slots, np.int64))
-        return cls(job_id, tuple(all_keys), tuple(all_slots), tuple(promotes), pinned, use)
+        all_keys = tuple(tuple(keys) for keys, _ in groups)
+        if len(promotes) == 1 and all_keys == (promotes[0].keys,):
+            all_slots: Sequence[IntArray] = (promotes[0].slots,)  # all of a request, of one tier
+        elif promotes:
+            given: dict[OffloadKey, int] = {}
+            for promote in promotes:
+                given.update(zip(promote.keys, promote.slots.tolist(), strict=True))
+            all_slots = [
+                np.array(
+                    [given[k] if s is None else s for k, s in zip(keys, had, strict=True)], np.int64
+                )
+                for keys, had in groups
+            ]
+        else:
+            all_slots = [np.array(had, np.int64) for _, had in groups]
+        return cls(job_id, all_keys, tuple(all_slots), tuple(promotes), pinned, use)
 
     def failed_tiers(self, failed: Collection[int]) -> dict[OffloadKey, int]:
         """Return the chunks that did not arrive (`TransferDone.failed`), each with its tier."""

@@ -15,7 +15,7 @@ from tierstore.layout import PAGE_BYTES
 from tierstore.manifest import Manifest
 from tierstore.metrics import Counters
 from tierstore.testing.spread import spread_hashes
-from tierstore.transfer import Demote, FailureReason, JobId, Load, Place, Promote, TransferDone
+from tierstore.transfer import Demote, FailureReason, JobId, Load, Promote, TransferDone
 
 CHUNK_BYTES = 4 << 20  # as many as one I/O task reads: each chunk is a task of its own
 MANIFEST = Manifest.simple("m", CHUNK_BYTES)
@@ -127,7 +127,7 @@ def records(numbers):
     places["header_page"] = numbers  # an extent each
     return {
         "keys": tuple(make_offload_keys(MANIFEST.namespace, 0, spread_hashes(numbers))),
-        "places": tuple(Place(place.tobytes()) for place in places),
+        "places": places,
         "slots": np.array(numbers, np.int64) * (CHUNK_BYTES // PAGE_BYTES),
     }
 
@@ -297,3 +297,13 @@ def test_two_tiers_that_hang_are_given_up_together(tiers):
     assert tiers.answer().failed == dict.fromkeys(range(2), FailureReason.DEADLINE)
     tiers.end_hung()
     assert tiers.answer() == TransferDone(job_id=JOB)
+
+
+def test_who_waits_is_woken_when_an_answer_is_due_and_not_by_each_task(tiers):
+    woken = threading.Event()
+    # Room for a wrong call: without one, nothing but a moment passes.
+    tiers.backends[0].before_read = lambda number: number == 1 and woken.wait(0.3)
+    tiers.load((0, range(3)))
+    tiers.executor.wait(60)
+    woken.set()
+    assert tiers.executor.poll() == [TransferDone(job_id=JOB)]

@@ -1,6 +1,7 @@
 """What a job knows of its outstanding work, and which blocks wait for which slots."""
 
 import math
+import random
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from tierstore.key import make_offload_keys
 from tierstore.layout import PAGE_BYTES
 from tierstore.manifest import Manifest
 from tierstore.testing.spread import spread_hashes
-from tierstore.transfer import FailureReason, JobId, Load, LoadPart, Place, Promote
+from tierstore.transfer import FailureReason, JobId, Load, LoadPart, Promote
 
 DEADLINE = 2.0
 JOB = JobId(7)
@@ -127,10 +128,14 @@ def part(group_idx, block_ids, slots):
 
 def promote(slots):
     keys = tuple(make_offload_keys(MANIFEST.namespace, 0, spread_hashes(range(len(slots)))))
-    places = (Place(bytes(32)),) * len(slots)
+    places = np.zeros(len(slots), "V32")
     return Promote(
         tier_idx=0, group_idx=0, keys=keys, places=places, slots=np.array(slots, np.int64)
     )
+
+
+def pairs_of(part):
+    return zip(part.block_ids.tolist(), part.slots.tolist(), strict=True)
 
 
 def rows_of(parts):
@@ -141,15 +146,42 @@ def test_blocks_of_resident_slots_wait_for_nothing():
     load = Load(job_id=JOB, parts=(part(0, [[1, 2], [3, -1]], [16, 32]),), promotes=())
     index = PartIndex(load)
     assert rows_of(index.resident_parts()) == [(0, [[1, 2], [3, -1]], [16, 32])]
-    assert index.parts_of(np.array([16, 32])) == []
+    assert index.parts_of(slice(0, 2)) == []
 
 
 def test_blocks_of_promoted_slots_wait_for_just_theirs():
     parts = (part(0, [[1], [2], [3]], [16, 32, 48]), part(1, [[4], [5]], [64, 80]))
     index = PartIndex(Load(job_id=JOB, parts=parts, promotes=(promote([32, 48]), promote([80]))))
     assert rows_of(index.resident_parts()) == [(0, [[1]], [16]), (1, [[4]], [64])]
-    assert rows_of(index.parts_of(np.array([48, 80]))) == [(0, [[3]], [48]), (1, [[5]], [80])]
-    assert rows_of(index.parts_of(np.array([32]))) == [(0, [[2]], [32])]
+    assert rows_of(index.parts_of(slice(1, 3))) == [(0, [[3]], [48]), (1, [[5]], [80])]
+    assert rows_of(index.parts_of(np.array([0, 2]))) == [(0, [[2]], [32]), (1, [[5]], [80])]
+    assert rows_of(index.parts_of(slice(0, 1))) == [(0, [[2]], [32])]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_promoted_chunk_comes_to_the_rows_that_wait_for_it(seed):
+    """In any order of slots, with some that only memory wants."""
+    dice = random.Random(seed)
+    slots = dice.sample(range(0, 4096, 16), 40)
+    cut, first_promoted, end = dice.randrange(25), dice.randrange(20), dice.randrange(25, 36)
+    parts = (
+        part(0, [[i] for i in range(cut)], slots[:cut]),
+        part(1, [[i, -1] for i in range(end - cut)], slots[cut:end]),
+    )
+    promoted = slots[first_promoted:]
+    dice.shuffle(promoted)
+    promotes = (promote(promoted[:7]), promote(promoted[7:]))
+    index = PartIndex(Load(job_id=JOB, parts=parts, promotes=promotes))
+    blocks = [(0, [i]) for i in range(cut)] + [(1, [i, -1]) for i in range(end - cut)]
+    here = dict(zip(slots[:end], blocks, strict=True))
+    seen = [(s, (p.group_idx, b)) for p in index.resident_parts() for b, s in pairs_of(p)]
+    for chosen in (slice(0, 11), np.arange(11, len(promoted))):
+        wanted = {slot for slot in np.array(promoted)[chosen].tolist() if slot in here}
+        filled = [(s, (p.group_idx, b)) for p in index.parts_of(chosen) for b, s in pairs_of(p)]
+        assert {slot for slot, _ in filled} == wanted
+        seen += filled
+    assert len(seen) == len(here)
+    assert dict(seen) == here
 
 
 def test_a_part_that_waits_as_a_whole_is_not_resident():
@@ -161,7 +193,7 @@ def test_a_part_that_waits_as_a_whole_is_not_resident():
 def test_a_slot_that_no_block_waits_for_is_filled_and_nothing_more():
     """As when a chunk is promoted for memory alone."""
     index = PartIndex(Load(job_id=JOB, parts=(), promotes=(promote([16]),)))
-    assert index.parts_of(np.array([16])) == []
+    assert index.parts_of(slice(0, 1)) == []
 
 
 def test_a_span_gives_each_record_its_slot_and_leaves_out_what_failed():
@@ -174,6 +206,6 @@ def test_a_span_gives_each_record_its_slot_and_leaves_out_what_failed():
     assert [set(page.tolist()) for page in pages] == [{1}, {1}, {0}, {0}, {2}, {2}, {0}, {0}]
     assert [record.key for record in records] == list(span.command.keys[1:3])
     assert list(span.indices) == [11, 12]
-    assert span.slots_without({}).tolist() == [0, 4]
-    assert span.slots_without({0: FailureReason.CORRUPT}).tolist() == [4]
+    assert span.arrived({}) == slice(11, 13)
+    assert span.arrived({0: FailureReason.CORRUPT}).tolist() == [12]
     assert span.all_failed() == dict.fromkeys(range(2), FailureReason.IO_ERROR)

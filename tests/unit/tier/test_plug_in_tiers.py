@@ -30,6 +30,8 @@ STORES = {}
 TIERS = []
 ASKED = []
 FAILS = set()
+WRITTEN = []
+READ = []
 
 def store_of(name):
     return STORES.setdefault(name, RemoteStore(capacity_count=64))
@@ -42,11 +44,16 @@ class Tier(RemoteTier):
         super().close(timeout_seconds)
         self.is_closed = True
 
+class RaggedTier(Tier):
+    # Its places differ in width.
+    def _place(self, key, epoch=None):
+        return super()._place(key, epoch) + bytes(key[-1] % 3)
+
 def make_tier(config, manifest, *, tier_idx, rank_count, bucket, raises=None):
     if raises is not None:
         raise getattr(errors, raises)("as told")
     ASKED.append((config.name, config.path, config.capacity_bytes, tier_idx, rank_count))
-    TIERS.append(Tier(store_of(bucket)))
+    TIERS.append((RaggedTier if bucket == "ragged" else Tier)(store_of(bucket)))
     return TIERS[-1]
 
 def make_part(config, manifest, **more):
@@ -57,8 +64,12 @@ def make_part(config, manifest, **more):
 
 class Backend(RemoteBackend):
     def write(self, records):
+        WRITTEN.append(len(records))
         refused = dict.fromkeys(range(len(records)), *FAILS) if FAILS else None
         return super().write(records) if refused is None else refused
+    def read(self, records):
+        READ.append(len(records))
+        return super().read(records)
 
 def make_backend(config, manifest, *, rank, rank_count, codec, system, pool, bucket):
     store_of(bucket).backends.append(pool)
@@ -268,3 +279,23 @@ def test_an_unknown_tier_is_refused_by_its_key(plug_in):
     text = str(caught.value)
     assert text.startswith("secondary[0].tier: expected 'disk', got 'dsik'; did you mean 'disk'?")
     assert f"'{plug_in.name}'" in text
+
+
+@pytest.mark.parametrize("bucket", ["even", "ragged"])
+def test_places_of_a_tier_are_its_own_and_the_threads_share_its_records(plug_in, bucket):
+    """A place means nothing to the executor: the records of a command are divided anywhere."""
+    chunks, count = Chunks(chunk_bytes=1 << 20), 4
+    options = {"bucket": bucket}
+    config = plug_in.config(tier_options=options, backend_options=options)
+    config["primary"]["capacity"] = "256MiB"  # so that one command brings all of them
+    made = plug_in.imported()
+    with chunks.open(config) as store:
+        assert chunks.put(store, range(count)) == count
+        store.flush()
+    widths = {len(place) for place in made.STORES[bucket].published}
+    assert (len(widths) == 1) == (bucket == "even")
+    assert [1] * count == made.WRITTEN
+    with chunks.open(config) as store:
+        assert chunks.found(store, range(count)) == list(range(count))
+        assert [1] * count == made.READ
+        assert store.check() == []

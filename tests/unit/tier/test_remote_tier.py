@@ -139,7 +139,7 @@ def test_a_record_that_the_store_evicts_after_it_was_found_is_a_miss(engine):
     engine.store_all(*range(1, 9))
     assert engine.states_in_the_end(1, 2) == [RECORDED, RECORDED]
     reservation = engine.stack.reserve_load([(0, keys(1, 2))])
-    engine.store.drop([reservation.promotes[0].places[0]])
+    engine.store.drop([reservation.promotes[0].places[0].tobytes()])
     load = engine.loop.start_load(reservation)
     assert len(engine.loop.wait_for(load)) == 1
     engine.loop.finish_load(load)

@@ -87,8 +87,9 @@ class Lookups:
         self._old: dict[OffloadKey, Place | None] = {}
         self._ahead_questions: list[_Question] = []
         """Those that `look_ahead` has asked, until they are answered."""
-        self._ahead: dict[OffloadKey, list[Place | None]] = {}
-        """Their answers, each for one `places`: several callers may have asked for one record."""
+        self._ahead: list[dict[OffloadKey, Place | None]] = []
+        """Their answers, the youngest last, each for one `places`: several callers may have asked
+        for one record."""
         self._placed: dict[int, Sequence[OffloadKey]] = {}
         """The keys of tickets that are being written."""
         self._step_count = 0
@@ -179,18 +180,15 @@ class Lookups:
 
     def forget(self, keys: Iterable[OffloadKey]) -> None:
         """Drop answers about records that came or went."""
-        for known in (self._young, self._old):
+        for known in (self._young, self._old, *self._ahead):
             if known:
                 for key in keys:
                     known.pop(key, None)
-        if self._ahead:
-            for key in keys:
-                self._ahead.pop(key, None)
 
     def reset(self) -> None:
         """Drop all answers, those on their way too."""
         self._reset_count += 1
-        self._young, self._old, self._ahead = {}, {}, {}
+        self._young, self._old, self._ahead = {}, {}, []
 
     def end_step(self) -> None:
         """Let answers grow older."""
@@ -198,7 +196,7 @@ class Lookups:
         self._step_count += 1
         if self._step_count % _KEPT_STEPS == 0:
             self._young, self._old = {}, self._young
-            self._ahead = {}  # they were not asked for
+            self._ahead = []  # they were not asked for
 
     def _known(
         self, keys: Sequence[OffloadKey]
@@ -228,15 +226,17 @@ class Lookups:
                     unanswered.update(question.keys)
             elif question.reset_count == self._reset_count:
                 places = self._answer(question.reading, question.keys)
-                for key, place in zip(question.keys, places, strict=True):
-                    self._ahead.setdefault(key, []).append(place)
-        for key in unknown:
-            answers = self._ahead.get(key)
-            if answers:
-                known[key] = answers.pop()  # the youngest
-                if not answers:
-                    del self._ahead[key]
-        missing = [key for key in unknown if key not in known]
+                self._ahead.append(dict(zip(question.keys, places, strict=True)))
+        missing = unknown
+        for answers in self._ahead[::-1]:
+            if answers.keys() == set(missing):
+                known.update(answers)
+                answers.clear()
+                missing = ()
+                break
+            known.update((key, answers.pop(key)) for key in missing if key in answers)
+            missing = [key for key in missing if key not in known]
+        self._ahead = [answers for answers in self._ahead if answers]
         self.on_hidden([key for key in missing if key in unanswered], FailureReason.STALLED)
         return [key for key in missing if key not in unanswered]
 

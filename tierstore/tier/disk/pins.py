@@ -17,7 +17,12 @@ class Pins(Counter[OffloadKey]):
 
     def unpin(self, keys: Sequence[OffloadKey]) -> None:
         """Undo one `pin` per key."""
-        self.subtract(keys)
-        for key in set(keys):
-            if self[key] <= 0:
-                del self[key]
+        # `subtract`, `self[key]` and `del` of a counter may call Python for each key. A key that
+        # stays pinned is never absent: the catalog's thread looks meanwhile.
+        get, pop = self.get, self.pop
+        for key in keys:
+            count = get(key, 0) - 1
+            if count > 0:
+                self[key] = count
+            else:
+                pop(key, None)

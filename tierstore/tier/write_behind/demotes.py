@@ -10,7 +10,7 @@ Refused, failed -> Retries                        asked for again later
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 
-from tierstore.key import OffloadKey, get_offload_group_idx
+from tierstore.key import OffloadKey, get_offload_group_idx, offload_group_indices
 from tierstore.layout import GroupSpec
 from tierstore.metrics import Counters, Metric
 from tierstore.policy.use import UNKNOWN_USE, UseContext
@@ -109,6 +109,9 @@ class Demotes:
 
     def request_groups(self, keys: Sequence[OffloadKey], use: UseContext = UNKNOWN_USE) -> int:
         """Ask for chunks of any groups; return how many found no room in the queue."""
+        groups = offload_group_indices(keys)
+        if len(groups) == 1:
+            return self.request(groups.pop(), keys, use)
         by_group: defaultdict[int, list[OffloadKey]] = defaultdict(list)
         for key in keys:
             by_group[get_offload_group_idx(key)].append(key)

@@ -99,6 +99,8 @@ class FailedDemotes:
 
     def on_recorded(self, keys: Collection[OffloadKey], ticket: int) -> set[OffloadKey]:
         """Take note of chunks that have a record now; return those that need another one."""
+        if not (self or self._lost or self._asked):
+            return set()
         again = self._lost.intersection(keys) if ticket <= self._lost_ticket else set()
         self.note_unasked(again, _PAYLOAD_LOST)
         keys = [key for key in keys if key not in again] if again else keys

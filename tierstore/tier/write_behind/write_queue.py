@@ -10,7 +10,7 @@ cancel          (reset) unpinned at once; what is written is never published
 import math
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -21,7 +21,7 @@ from tierstore.policy.use import UNKNOWN_USE, UseContext
 from tierstore.tier.memory.primary import PrimaryTier
 from tierstore.tier.secondary import SecondaryTier
 from tierstore.tier_events import Placed
-from tierstore.transfer import Demote, JobId, TransferDone
+from tierstore.transfer import Demote, JobId, TransferDone, place_array
 
 __all__ = ["WaitingDemote", "WriteQueue", "WritingDemote"]
 
@@ -190,7 +190,7 @@ class WriteQueue:
             tier_idx=self._tier_idx,
             group_idx=waiting.group_idx,
             keys=placed.keys,
-            places=placed.places,
+            places=place_array(placed.places),
             slots=np.array(slots, np.int64),
             owner=self._secondary.owner,
         )
@@ -204,8 +204,10 @@ class WriteQueue:
         writing = self._writing.pop(done.job_id, None)
         if writing is None:
             return None
-        written = tuple(key for i, key in enumerate(writing.keys) if i not in done.failed)
-        writing = replace(writing, written=written)
+        written = writing.keys
+        if done.failed:
+            written = tuple(key for i, key in enumerate(written) if i not in done.failed)
+        writing = WritingDemote(writing.ticket, writing.group_idx, writing.keys, written)
         self._committing[writing.ticket] = writing
         self._secondary.commit(writing.ticket, tuple(done.failed))
         return writing
