@@ -42,8 +42,6 @@ import itertools
 import json
 import os
 import platform
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,7 +52,7 @@ from bench.peers import Load
 from bench.peers_index import bench_index
 from bench.peers_lmcache import why_not_measured
 from bench.reach.cells import FAST, Device, Plan, bench_cells, why_device_is_left_out
-from bench.reach.fast_device import LIBRARY_NAME, FastDevice, compile_into, preloading
+from bench.reach.fast_device import restart_with_fast_device
 from bench.reach.files import bench_bursts, bench_files
 from bench.reach.report import cell_lines, other_lines
 
@@ -240,25 +238,11 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def run_with_fast_device() -> int | None:
-    """Run this script in a process that the stand-in is preloaded into; None: there is no cc."""
-    with tempfile.TemporaryDirectory() as folder:
-        library = compile_into(Path(folder))
-        if library is None:
-            return None
-        command = [sys.executable, *sys.argv]
-        return subprocess.run(command, env=preloading(library)).returncode
-
-
-def main() -> int:
+def main() -> None:
     """Run as a script."""
     arguments = parse_arguments()
-    wants_fast_device = "cells" in arguments.parts and "fast" in arguments.devices
-    was_preloaded = LIBRARY_NAME in os.environ.get("LD_PRELOAD", "")
-    if wants_fast_device and not FastDevice().is_loaded and not was_preloaded:
-        status = run_with_fast_device()
-        if status is not None:
-            return status
+    if "cells" in arguments.parts and "fast" in arguments.devices:
+        restart_with_fast_device()
     conditions = conditions_of(arguments)
     print(*(f"{name}={value}" for name, value in conditions.items()), flush=True)
     if not conditions["vllm_c_extension"]:
@@ -269,8 +253,7 @@ def main() -> int:
         getattr(run, part)()
     if arguments.json:
         arguments.json.write_text(json.dumps({"conditions": conditions, "results": run.rows}))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -4,13 +4,15 @@ import ctypes
 import os
 import shutil
 import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["LIBRARY_NAME", "FastDevice", "compile_into", "preloading"]
+__all__ = ["FastDevice", "compile_into", "restart_with_fast_device"]
 
-LIBRARY_NAME = "fast_device.so"
+_PRELOADED = "/proc/self/fd/"
 _SOURCE = Path(__file__).resolve().parents[1] / "fast_device.c"
 
 
@@ -55,7 +57,7 @@ def compile_into(folder: Path) -> Path | None:
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         return None
-    library = folder / LIBRARY_NAME
+    library = folder / "fast_device.so"
     subprocess.run(
         [compiler, "-O2", "-Wall", "-shared", "-fPIC", str(_SOURCE), "-o", str(library)],
         check=True,
@@ -63,8 +65,27 @@ def compile_into(folder: Path) -> Path | None:
     return library
 
 
-def preloading(library: Path) -> dict[str, str]:
-    """Return the environment of a process that has it, switched off."""
+def restart_with_fast_device() -> None:
+    """Start this script anew with the stand-in preloaded, switched off.
+
+    Returns in the process that was started anew, whether or not it could be loaded, and where there
+    is no C compiler.
+    """
+    others = os.environ.get("LD_PRELOAD", "").split()
+    if FastDevice().is_loaded or any(name.startswith(_PRELOADED) for name in others):
+        # Processes that this one starts do not have the descriptor.
+        os.environ["LD_PRELOAD"] = " ".join(
+            name for name in others if not name.startswith(_PRELOADED)
+        )
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        library = compile_into(Path(folder))
+        if library is None:
+            return
+        # A descriptor keeps the library for the loader when the folder has gone: the process is
+        # replaced, so that nobody would remove it, and a parent that waited could be killed alone.
+        descriptor = os.open(library, os.O_RDONLY)
+    os.set_inheritable(descriptor, True)
     environment = {name: value for name, value in os.environ.items() if name != "DMA_GBPS"}
-    others = environment.get("LD_PRELOAD", "")
-    return environment | {"LD_PRELOAD": f"{library} {others}".strip()}
+    environment["LD_PRELOAD"] = " ".join([f"{_PRELOADED}{descriptor}", *others])
+    os.execve(sys.executable, [sys.executable, *sys.argv], environment)  # noqa: S606 - no shell

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from bench.reach.fast_device import FastDevice, compile_into, preloading
+from bench.reach.fast_device import FastDevice, compile_into
 from python_paths import environment
 
 PROGRAM = """
@@ -64,7 +64,7 @@ def file(tmp_path: Path) -> Path:
 def moved(library: Path, file: Path, kind: str, gbps: str) -> str:
     return subprocess.run(
         [sys.executable, "-c", PROGRAM, file, kind, gbps],
-        env=environment() | {"LD_PRELOAD": preloading(library)["LD_PRELOAD"]},
+        env=environment(LD_PRELOAD=str(library)),
         check=True,
         capture_output=True,
         text=True,
