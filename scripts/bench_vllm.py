@@ -13,9 +13,11 @@ time and take turns, so that a busy machine slows all of them. Per model:
                  in memory, or in memory and on disk, over tokens per second without; the memory
                  was used before. A connector that does nothing shows vLLM's own cost of having one
     load         conversations whose turns share prefixes, more than vLLM's own cache holds: a
-                 slice of a recorded trace (`--trace`, Mooncake format), or generated
+                 slice of a recorded trace (`--trace`, Mooncake format), or generated; left out
+                 with `--requests 0`
 
-Every figure is the median, with the smallest and the largest.
+Every figure is the median, with the smallest and the largest. Targets stand beside what was
+measured, those missed first.
 """
 
 import argparse
@@ -31,11 +33,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from bench.device import Clock, RawBench, Threads
+from bench.reach.vllm_tables import load_table, table_of, target_table
+from bench.reach.vllm_targets import reached
 from bench.vllm_engine import Generated
 from bench.vllm_prompts import (
     conversations,
@@ -44,7 +49,6 @@ from bench.vllm_prompts import (
     unseen_prompts,
 )
 from rich.console import Console
-from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPES = {"tiny": (128, 2), "larger": (1024, 12)}
@@ -281,29 +285,6 @@ def _load(engine: Engine, requests: Sequence[list[int]]) -> dict[str, float]:
     }
 
 
-def table_of(title: str, samples: Samples, unit: str) -> Table:
-    """Lay medians out for a terminal."""
-    table = Table(title=title)
-    for heading in ("what", f"median {unit}", "smallest", "largest", "runs"):
-        table.add_column(heading, justify="left" if heading == "what" else "right")
-    for name, values in samples.items():
-        shown = [statistics.median(values), min(values), max(values)]
-        table.add_row(name, *(f"{value:,.4g}" for value in shown), str(len(values)))
-    return table
-
-
-def load_table(title: str, found: dict[str, dict[str, float]]) -> Table:
-    """Lay the figures of the load out for a terminal."""
-    columns = list(dict.fromkeys(column for row in found.values() for column in row))
-    table = Table(title=title)
-    table.add_column("what")
-    for column in columns:
-        table.add_column(column, justify="right")
-    for name, row in found.items():
-        table.add_row(name, *(f"{row.get(column, 0):,.4g}" for column in columns))
-    return table
-
-
 def main() -> None:
     """Run what the command line names and print its tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -326,13 +307,18 @@ def main() -> None:
         try:
             bench = Bench(folder, SHAPES[name])
             first, unseen = bench.first_token(), bench.no_hits(options.pairs)
-            load = bench.load(requests)
+            load = bench.load(requests) if requests else {}
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+        targets = reached(name, first, unseen)
         report[name] = {"first token ms": first, "no hits tokens/s": unseen, "load": load}
+        report[name]["targets"] = [asdict(one) for one in targets]
         console.print(table_of(f"{name}: first token of {PROMPT_TOKENS} tokens", first, "ms"))
         console.print(table_of(f"{name}: no hits", unseen, "tokens/s"))
-        console.print(load_table(f"{name}: {len(requests)} requests that share prefixes", load))
+        if load:
+            title = f"{name}: {len(requests)} requests that share prefixes"
+            console.print(load_table(title, load))
+        console.print(target_table(f"{name}: targets", targets))
     if options.json:
         options.json.write_text(json.dumps(report, indent=1))
 

@@ -3,9 +3,13 @@
 An index answers an engine's scheduler for a cache in memory. It moves no bytes.
 """
 
-from collections.abc import Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from bench.peers import Load
+from bench.reach.files import ratios_of
 from tierstore import Manifest
 from tierstore.config import load_config
 from tierstore.key import OffloadKey, make_offload_keys
@@ -14,7 +18,9 @@ from tierstore.metrics import Counters
 from tierstore.tier.opening import open_stack
 from tierstore.transfer import JobId, TransferDone
 
-__all__ = ["Index", "TierstoreIndex", "VllmIndex"]
+__all__ = ["Index", "TierstoreIndex", "VllmIndex", "bench_index"]
+
+CHUNKS_PER_RUN = 4096
 
 
 class Index(Protocol):
@@ -111,3 +117,49 @@ class TierstoreIndex:
         self._stack.finish_load(reservation, self._done)
 
     use_as_scheduled = use
+
+
+def bench_index(policy: str, request: int, chunk_count: int, pairs: int) -> dict[str, Any]:
+    """Let the indices take turns with one policy and one size of requests."""
+    indices: list[Index] = [
+        TierstoreIndex(policy, chunk_count),
+        VllmIndex(policy, chunk_count),
+    ]
+    load = Load(1, chunk_count, 1)
+    for index in indices:
+        for run in (-1, -2):  # twice as many as there is room for
+            index.store(index.keys(load.hashes(run)))
+    load = Load(1, CHUNKS_PER_RUN, 1)
+    times: dict[str, list[float]] = defaultdict(list)
+    for run in range(pairs + 1):
+        for index in indices if run % 2 else indices[::-1]:
+            keys = index.keys(load.hashes(run))
+            requests = [keys[i : i + request] for i in range(0, len(keys), request)]
+            for what, call in (
+                ("store", index.store),
+                ("find", index.find),
+                ("use", index.use),
+                ("use, scheduled", index.use_as_scheduled),
+            ):
+                times[f"{index.name} {what}"].append(_microseconds(call, requests))
+    for values in times.values():
+        del values[0]
+    ours, theirs = (index.name for index in indices)
+    return {
+        "part": "index",
+        "policy": policy,
+        "request": request,
+        "microseconds_per_chunk": dict(times),
+        "ratios": {
+            what: ratios_of(times[f"{theirs} {what}"], times[f"{ours} {what}"])
+            for what in ("store", "find", "use", "use, scheduled")
+        },
+    }
+
+
+def _microseconds(call: Callable[[Any], object], requests: list[Any]) -> float:
+    """Return the microseconds per chunk of one call per request."""
+    start = time.perf_counter()
+    for keys in requests:
+        call(keys)
+    return (time.perf_counter() - start) / sum(map(len, requests)) * 1e6

@@ -1,0 +1,1 @@
+"""What is to be reached, measured beside a peer, the raw device or a floor."""
