@@ -1,7 +1,8 @@
 """An environment and what goes with it: opened in turn with others, verified, closed, sealed."""
 
 import errno
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -13,6 +14,7 @@ from tierstore.lmdb_env import seal
 from tierstore.lmdb_env.errors import translate, translate_memory, translate_os
 from tierstore.lmdb_env.library import Environment, LibraryError, open_library
 from tierstore.lmdb_env.lock import opening_lock
+from tierstore.lmdb_env.pace import VerifyPace
 from tierstore.lmdb_env.reach import ReachedPages
 from tierstore.lmdb_env.turns import WriterLock
 
@@ -35,7 +37,8 @@ class OpenFiles:
     """Device and inode of the data file and of the library's lock file."""
 
     @classmethod
-    def open(
+    @contextmanager
+    def opened(
         cls,
         directory: Directory,
         map_bytes: int,
@@ -45,23 +48,38 @@ class OpenFiles:
         wait_seconds_max: float,
         writer_seconds_max: float,
         system: SystemCalls,
-    ) -> Self:
+        pace: VerifyPace,
+    ) -> Iterator[Self]:
         """Verify and open the files; `directory` is taken over. See `LmdbEnv.open`.
 
+        No other process opens them within the block. They stay open when it ends, unless by an
+        exception.
+
         Raises:
-            BackendBusyError, BackendError: see `LmdbEnv.open`; the directory stays open.
+            BackendBusyError, BackendError, ClosedError: see `LmdbEnv.open`; the directory stays
+                open.
         """
-        env, findings = _open_env(
-            directory,
-            map_bytes,
-            readahead=readahead,
-            durable=durable,
-            wait_seconds_max=wait_seconds_max,
-            system=system,
-        )
-        writer, pages = _companions(directory, env, writer_seconds_max)
-        ids = frozenset(seal.file_ids(directory.path))
-        return cls(directory, env, findings, writer, pages, ids)
+        with (
+            _translated(directory),
+            opening_lock(directory, wait_seconds_max=wait_seconds_max),
+            ExitStack() as undo,
+        ):
+            env, findings = _open_env(
+                directory,
+                map_bytes,
+                readahead=readahead,
+                durable=durable,
+                wait_seconds_max=wait_seconds_max,
+                system=system,
+                pace=pace,
+            )
+            writer, pages = _companions(directory, env, writer_seconds_max)
+            # In this order: see `ReachedPages`.
+            for close in (writer.close, pages.close, env.close):
+                undo.callback(close)
+            ids = frozenset(seal.file_ids(directory.path))
+            yield cls(directory, env, findings, writer, pages, ids)
+            undo.pop_all()
 
     def is_of(self, path: Path) -> bool:
         """Return whether a directory still holds any of these files."""
@@ -97,19 +115,14 @@ def _companions(
     directory: Directory, env: Environment, writer_seconds_max: float
 ) -> tuple[WriterLock, ReachedPages]:
     """Open what goes with an environment; it is closed where that fails, before the pages are."""
-    try:
-        with ExitStack() as undo:
-            pages = ReachedPages()
-            undo.callback(pages.close)
-            undo.callback(env.close)
-            writer = WriterLock(directory, wait_seconds_max=writer_seconds_max)
-            undo.callback(writer.close)
-            pages.map(directory)
-            undo.pop_all()
-    except OSError as error:
-        raise translate_os(error, directory.path) from error
-    except MemoryError as error:
-        raise translate_memory(error, directory.path) from error
+    with ExitStack() as undo:
+        pages = ReachedPages()
+        undo.callback(pages.close)
+        undo.callback(env.close)
+        writer = WriterLock(directory, wait_seconds_max=writer_seconds_max)
+        undo.callback(writer.close)
+        pages.map(directory)
+        undo.pop_all()
     return writer, pages
 
 
@@ -121,29 +134,34 @@ def _open_env(
     durable: bool,
     wait_seconds_max: float,
     system: SystemCalls,
+    pace: VerifyPace,
 ) -> tuple[Environment, seal.SealFindings]:
+    findings = seal.admit(
+        directory, map_bytes=map_bytes, wait_seconds_max=wait_seconds_max, pace=pace
+    )
+    system.reach(DatabasePoint.OPEN)
     try:
-        with opening_lock(directory, wait_seconds_max=wait_seconds_max):
-            findings = seal.admit(directory, map_bytes=map_bytes, wait_seconds_max=wait_seconds_max)
-            system.reach(DatabasePoint.OPEN)
-            try:
-                env = open_library(directory, map_bytes, readahead=readahead, durable=durable)
-            except LibraryError as error:
-                refusal = translate(error, directory.path)
-                if not isinstance(refusal, BackendCorruptError):
-                    raise
-                # Not known to happen: what the verification lets pass, the library accepts.
-                replaced = seal.replace_damaged(
-                    directory, str(error), wait_seconds_max=wait_seconds_max
-                )
-                if replaced is None:
-                    seal.distrust(directory, str(error))
-                    raise BackendCorruptError(
-                        f"{refusal}, once the process that has it open has ended"
-                    ) from error
-                findings = replaced
-                env = open_library(directory, map_bytes, readahead=readahead, durable=durable)
-            return env, findings
+        env = open_library(directory, map_bytes, readahead=readahead, durable=durable)
+    except LibraryError as error:
+        refusal = translate(error, directory.path)
+        if not isinstance(refusal, BackendCorruptError):
+            raise
+        # Not known to happen: what the verification lets pass, the library accepts.
+        replaced = seal.replace_damaged(directory, str(error), wait_seconds_max=wait_seconds_max)
+        if replaced is None:
+            seal.distrust(directory, str(error))
+            raise BackendCorruptError(
+                f"{refusal}, once the process that has it open has ended"
+            ) from error
+        findings = replaced
+        env = open_library(directory, map_bytes, readahead=readahead, durable=durable)
+    return env, findings
+
+
+@contextmanager
+def _translated(directory: Directory) -> Iterator[None]:
+    try:
+        yield
     except LibraryError as error:
         raise translate(error, directory.path) from error
     except OSError as error:
