@@ -79,6 +79,7 @@ class OpenFiles:
                 undo.callback(close)
             ids = frozenset(seal.file_ids(directory.path))
             yield cls(directory, env, findings, writer, pages, ids)
+            seal.break_seal(directory, findings)
             undo.pop_all()
 
     def is_of(self, path: Path) -> bool:

@@ -33,6 +33,7 @@ __all__ = [
     "SealFindings",
     "admit",
     "announce",
+    "break_seal",
     "distrust",
     "file_ids",
     "replace_damaged",
@@ -115,15 +116,24 @@ def admit(
         if damage:
             _remove(directory, damage)
         is_suspect = seal_fits is False and not damage
-        if not is_suspect:
-            # Last, so that a process that is killed before has changed nothing. A suspicion stays
-            # until the next seal: it concerns openers, too, that come before the rows are verified.
-            with suppress(FileNotFoundError):
-                directory.unlink(_SEAL)
         # Not by the library: its file would have the mode that the process's mask leaves.
         os.close(directory.open_file(DATA_NAME, os.O_RDWR | os.O_CREAT))
         is_proven = seal_fits is True and not damage
         return SealFindings(damage, is_suspect=is_suspect, is_proven=is_proven)
+
+
+def break_seal(directory: Directory, findings: SealFindings) -> None:
+    """Remove the seal of a file that is used from now on. Under `opening_lock`.
+
+    Last, so that a process that is killed before, or refuses the file, has changed nothing. A
+    suspicion stays until the next seal.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    if findings.is_alone and not findings.is_suspect:
+        with suppress(FileNotFoundError):
+            directory.unlink(_SEAL)
 
 
 def replace_damaged(

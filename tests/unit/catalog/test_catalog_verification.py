@@ -9,7 +9,7 @@ from python_paths import environment
 
 from tierstore.catalog.catalog import Catalog
 from tierstore.device.directory import Directory
-from tierstore.errors import ClosedError
+from tierstore.errors import ClosedError, ConfigError
 from tierstore.lmdb_env.env import LmdbEnv
 from tierstore.lmdb_env.pace import VerifyPace
 from tierstore.lmdb_env.turns import WriterLock
@@ -130,3 +130,13 @@ def test_only_a_long_verification_is_announced(killed):
     open_with(killed, VerifyPace(on_long=told.append, long_bytes=0)).close()
     assert told == sorted(told, reverse=True)
     assert len(told) == 2
+
+
+def test_a_catalog_that_is_refused_stays_sealed(tmp_path):
+    """Goal: who opens it next need not verify all pages and rows."""
+    harness = Harness(tmp_path)
+    harness.catalog.close()
+    before = (tmp_path / "catalog" / "seal.bin").read_bytes()
+    with pytest.raises(ConfigError, match="another backend"):
+        Harness(tmp_path, backend="lmdb")
+    assert (tmp_path / "catalog" / "seal.bin").read_bytes() == before
