@@ -11,13 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar, Self
 
-from tierstore.device.marker import open_below
-from tierstore.device.remedies import explain
 from tierstore.device.system import SYSTEM, DatabasePoint, SystemCalls
 from tierstore.errors import BackendBusyError, BackendError, ClosedError
 from tierstore.lmdb_env.errors import translate, translate_memory, translate_os
 from tierstore.lmdb_env.library import Database, LibraryError, Transaction, ViewTransaction
-from tierstore.lmdb_env.opening import OpenFiles
+from tierstore.lmdb_env.opening import OpenFiles, open_directory
 from tierstore.lmdb_env.pace import UNHURRIED, VerifyPace
 from tierstore.lmdb_env.registry import FileId, Registry
 from tierstore.lmdb_env.seal import announce
@@ -100,11 +98,9 @@ class LmdbEnv:
         flushes what it wrote before it names it: a power cut undoes at most the last one that
         `sync` has not flushed. `readahead` is for large values: without it the kernel reads them
         page by page. `system` is told of the points of its use. `writer_seconds_max` bounds how
-        long `write` waits for other writers.
-
-        `verify` is called when no other process has it open, and keeps all others from opening it
-        until it returns; what it raises ends the opening, and is raised here. `pace` is that of
-        the verification; ended, it has changed nothing.
+        long `write` waits for other writers. `verify` is called if no other process has it open,
+        and none can open it meanwhile; what it raises is raised here. `pace` is that of the
+        verification; ended, it has changed nothing.
 
         Raises:
             ClosedError: see `VerifyPace.step`.
@@ -112,11 +108,7 @@ class LmdbEnv:
                 `wait_seconds_max`; the message names it.
             BackendError: it cannot be opened; the message says what to do.
         """
-        try:
-            files = open_below(tier, directory, create=True, system=system)
-        except OSError as error:
-            raise BackendError(explain(directory, error)) from error
-        shared: LmdbEnv | None = None
+        files = open_directory(tier, directory, system)
         is_taken = False
         try:
             status = os.fstat(files.descriptor)
@@ -137,8 +129,7 @@ class LmdbEnv:
                         pace=pace,
                     ) as opened:
                         shared = cls(opened, key, lock, system=system)
-                        if verify is not None and shared.findings.is_alone:
-                            shared._let_verify(verify)
+                        shared._let_verify(verify)
                     cls._registry.put(key, shared)
                     is_taken = True
                 shared._is_sealed |= sealed
@@ -148,8 +139,10 @@ class LmdbEnv:
             if not is_taken:
                 files.close()
 
-    def _let_verify(self, verify: Callable[["LmdbEnv"], None]) -> None:
+    def _let_verify(self, verify: Callable[["LmdbEnv"], None] | None) -> None:
         """Let it be used by one thread, while nobody else can open it."""
+        if verify is None or not self.findings.is_alone:
+            return
         self._reference_count = 1
         try:
             verify(self)

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Self
 
 from tierstore.device.directory import Directory
+from tierstore.device.marker import open_below
+from tierstore.device.remedies import explain
 from tierstore.device.system import DatabasePoint, SystemCalls
-from tierstore.errors import BackendCorruptError
+from tierstore.errors import BackendCorruptError, BackendError
 from tierstore.lmdb_env import seal
 from tierstore.lmdb_env.errors import translate, translate_memory, translate_os
 from tierstore.lmdb_env.library import Environment, LibraryError, open_library
@@ -18,7 +20,7 @@ from tierstore.lmdb_env.pace import VerifyPace
 from tierstore.lmdb_env.reach import ReachedPages
 from tierstore.lmdb_env.turns import WriterLock
 
-__all__ = ["OpenFiles"]
+__all__ = ["OpenFiles", "open_directory"]
 
 _GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 
@@ -110,6 +112,18 @@ class OpenFiles:
         if is_sealed and self.is_of(self.directory.path):
             seal.seal(self.directory)
         self.directory.close()
+
+
+def open_directory(tier: Path | None, directory: Path, system: SystemCalls) -> Directory:
+    """Open the directory of an environment, made if need be; see `LmdbEnv.open`.
+
+    Raises:
+        BackendError: it cannot be made or opened.
+    """
+    try:
+        return open_below(tier, directory, create=True, system=system)
+    except OSError as error:
+        raise BackendError(explain(directory, error)) from error
 
 
 def _companions(
