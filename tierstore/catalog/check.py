@@ -1,22 +1,21 @@
 """Verification of a catalog: every row searched for, every sum and reference recomputed."""
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from operator import ne
 
-import numpy as np
-
 from tierstore.catalog.garbage import Floors
 from tierstore.catalog.pages.check import PageCheck
+from tierstore.catalog.pages.extent_row import ExtentRow, indices_of
 from tierstore.catalog.pages.said_extents import ROWS_AT_ONCE
 from tierstore.catalog.pages.state import find_state
 from tierstore.catalog.rows import (
-    ORDER_PAGES_BYTES,
     Databases,
     SegmentRow,
+    SegmentState,
     StateRow,
     decode_records,
 )
@@ -29,7 +28,7 @@ from tierstore.manifest import namespace_of
 __all__ = ["check_catalog", "numbers_in_range", "verify_sums"]
 
 _PROBLEMS_MAX = 100
-_SEARCHED_APART = {"order", "records"}
+_SEARCHED_APART = {"extents", "order", "records"}
 """The databases whose rows are searched for while they are compared."""
 _NUMBER_END = 1 << 31
 """Segments and owners have 31 bits. A larger number could be given out, but not stored."""
@@ -154,26 +153,47 @@ class _Check:
                 yield f"the floor of namespace {namespace.hex()} is above all segments"
 
     def _order_problems(self) -> Iterator[str]:
-        """Each row of the order names a record, which names it."""
+        """Groups of records and the order name each other, one to one."""
+        get = partial(self._txn.get, db=self._databases.extents)
+        for sequences, extents in self._rows("order"):
+            for sequence, extent in zip(sequences, extents, strict=True):
+                value = get(extent) if extent else None
+                number = int.from_bytes(sequence, "big")
+                if value is None or number not in ExtentRow.unpack(value).groups:
+                    yield f"order names records of extent {extent.hex()} at {number}, in vain"
+        group_count = 0
+        for extents, values in self._rows("extents"):
+            rows = list(map(ExtentRow.unpack, values))
+            group_count += sum(len(row.groups) for row in rows)
+            if any(max(row.groups) >= self._state.next_sequence for row in rows):
+                yield "a record is younger than the next sequence"
+            yield from self._name_problems(extents, rows)
+        order_count = self._txn.stat(db=self._databases.order)["entries"]
+        if order_count != group_count:
+            yield f"{group_count} groups of records, but {order_count} in the order"
+
+    def _name_problems(self, extents: Iterable[bytes], rows: Iterable[ExtentRow]) -> Iterator[str]:
+        """An extent has the keys of its records, which live in it.
+
+        That there are no other records is what `PageCheck` counts.
+        """
         get = partial(self._txn.get, db=self._databases.records)
-        for sequences, values in self._rows("order"):
-            keys = [value[ORDER_PAGES_BYTES:] for value in values]
-            found = [get(key) if key else None for key in keys]
-            for key, value in zip(keys, found, strict=True):
-                if value is None:
-                    yield f"order names {key.hex()}, which has no record"
-            known = np.array([value is not None for value in found])
-            named = decode_records([value for value in found if value is not None])
-            ages = np.frombuffer(b"".join([s.rjust(8, b"\0")[:8] for s in sequences]), ">u8")
-            pages = np.frombuffer(b"".join([v[:4].ljust(4, b"\0") for v in values]), "<u4")
-            at = np.flatnonzero(known)
-            for i in at[named["sequence"] != ages[known]].tolist():
-                yield f"record {keys[i].hex()} and the order disagree about its age"
-            for i in at[named["place"]["stride_pages"] != pages[known]].tolist():
-                yield f"record {keys[i].hex()} and the order disagree about its pages"
+        for extent, row in zip(extents, rows, strict=True):
+            if self._is_garbage(extent[:4]):
+                continue
+            where = extent[3::-1] + extent[:3:-1]  # both numbers, little-endian
+            keys = row.keys()
+            for index in indices_of(row.live_bits):
+                value = get(keys[index]) if keys[index] else None
+                if value is None or value[:12] != where + index.to_bytes(4, "little"):
+                    yield f"record {keys[index].hex()} and its extent {extent.hex()} disagree"
+
+    def _is_garbage(self, segment: bytes) -> bool:
+        value = self._txn.get(segment, db=self._databases.segments) if segment else None
+        return value is None or SegmentRow.unpack(value).state == SegmentState.DEAD
 
     def _record_problems(self) -> Iterator[str]:
-        """Records are as many as in the order, and are what extents and segments sum up."""
+        """Records are what extents and segments sum up. Garbage is nothing that others refer to."""
         pages = PageCheck(
             self._txn,
             self._databases,
@@ -182,18 +202,11 @@ class _Check:
             has_garbage=bool(self._floors),
             pace=self._pace,
         )
-        row_count = 0
         for keys, values in self._rows("records"):
-            row_count += len(keys)
-            records = decode_records(list(values))
-            if int(records["sequence"].max()) >= self._state.next_sequence:
-                yield "a record is younger than the next sequence"
-            if self._floors:  # garbage has a place in the order, and nothing else
-                records = records[self._floors.living(keys, records)]
-            pages.add(records["place"])
-        order_count = self._txn.stat(db=self._databases.order)["entries"]
-        if order_count != row_count:
-            yield f"{row_count} records, but {order_count} in the order"
+            places = decode_records(list(values))
+            if self._floors:
+                places = places[self._floors.living(keys, places)]
+            pages.add(places)
         yield from pages.problems()
 
 

@@ -3,8 +3,8 @@
 A namespace has a floor: its records in older segments are garbage. Forgetting a namespace raises
 its floor, whatever it holds, so that a reset is one short transaction. The rows go later, a few
 hundred at a time: first the records, namespace by namespace, then the extents of segments that are
-dead or gone. A floor with no record below it goes last. A pass that does not end, since its process
-did, is begun again by the next one to open the path.
+dead or gone, with their rows of the order. A floor with no record below it goes last. A pass that
+does not end, since its process did, is begun again by the next one to open the path.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from tierstore.catalog.pages.extent_row import ExtentRow
+from tierstore.catalog.pages.order import Order, Victims, extent_keys
 from tierstore.catalog.rows import (
     Databases,
     RowArray,
@@ -28,7 +30,7 @@ from tierstore.catalog.rows import (
 from tierstore.key import NAMESPACE_BYTES, Namespace
 from tierstore.lmdb_env.library import Transaction
 
-__all__ = ["SWEEP_ROWS_MAX", "Floors", "Sweep"]
+__all__ = ["SWEEP_ROWS_MAX", "Floors", "Sweep", "drop_garbage"]
 
 SWEEP_ROWS_MAX = 256
 """Rows that one step looks at: the write lock of all processes is held meanwhile."""
@@ -69,12 +71,16 @@ class Floors:
 
     def hide(self, key: bytes, value: bytes) -> bool:
         """Return whether a record row is garbage."""
-        return parse_number(value[_SEGMENT]) < self.of(key[:NAMESPACE_BYTES])
+        return self.hides(key, parse_number(value[_SEGMENT]))
+
+    def hides(self, key: bytes, segment: int) -> bool:
+        """Return whether a record in a segment is garbage."""
+        return segment < self.of(key[:NAMESPACE_BYTES])
 
     def living(self, keys: Sequence[bytes], records: RowArray) -> npt.NDArray[np.bool_]:
         """Return of each record whether it lives."""
         floors = np.array([self.of(key[:NAMESPACE_BYTES]) for key in keys], np.int64)
-        living: npt.NDArray[np.bool_] = records["place"]["segment"] >= floors
+        living: npt.NDArray[np.bool_] = records["segment"] >= floors
         return living
 
 
@@ -91,11 +97,11 @@ class Sweep:
     is_in_extents: bool = False
     is_over: bool = False
 
-    def step(self, txn: Transaction, databases: Databases, floors: Floors) -> "Sweep":
+    def step(self, txn: Transaction, databases: Databases, floors: Floors, order: Order) -> "Sweep":
         """Remove some garbage; return the pass as it stands then."""
         if not self.is_in_extents:
             return self._sweep_records(txn, databases)
-        return self._sweep_extents(txn, databases, floors)
+        return self._sweep_extents(txn, databases, floors, order)
 
     def _sweep_records(self, txn: Transaction, databases: Databases) -> "Sweep":
         behind = [namespace for namespace in sorted(self.floors) if namespace >= self.key[:8]]
@@ -113,11 +119,9 @@ class Sweep:
                 values.append(cursor.value())
                 found = cursor.next()
         records = decode_records(values)
-        segments, sequences = records["place"]["segment"].tolist(), records["sequence"].tolist()
-        for key, segment, sequence in zip(keys, segments, sequences, strict=True):
+        for key, segment in zip(keys, records["segment"].tolist(), strict=True):
             if segment < self.floors[namespace]:
                 txn.delete(key, db=databases.records)
-                txn.delete(wide_key(sequence), db=databases.order)
         if len(keys) == SWEEP_ROWS_MAX:
             return Sweep(self.floors, keys[-1] + b"\0")
         following = int.from_bytes(namespace, "big") + 1
@@ -125,7 +129,9 @@ class Sweep:
             return Sweep(self.floors, is_in_extents=True)
         return Sweep(self.floors, following.to_bytes(NAMESPACE_BYTES, "big"))
 
-    def _sweep_extents(self, txn: Transaction, databases: Databases, floors: Floors) -> "Sweep":
+    def _sweep_extents(
+        self, txn: Transaction, databases: Databases, floors: Floors, order: Order
+    ) -> "Sweep":
         at = self.extent
         with txn.cursor(db=databases.extents) as cursor:
             for _ in range(SWEEP_ROWS_MAX):
@@ -135,7 +141,9 @@ class Sweep:
                 at = int.from_bytes(cursor.key(), "big")
                 value = txn.get(segment_key(at >> 32), db=databases.segments)
                 if value is None or SegmentRow.unpack(value).state == SegmentState.DEAD:
+                    row = ExtentRow.unpack(cursor.value())
                     cursor.delete()
+                    order.discard(at, row)
                 else:
                     at = extent_key((at >> 32) + 1, 0)
         return Sweep(self.floors, extent=at, is_in_extents=True)
@@ -144,3 +152,17 @@ class Sweep:
         for namespace, floor in floors.all().items():
             if self.floors.get(namespace) == floor:  # not raised meanwhile
                 floors.remove(namespace)
+
+
+def drop_garbage(txn: Transaction, databases: Databases, group: Victims) -> None:
+    """Remove the rows of records that are garbage, except those that are younger records' by now.
+
+    Raises:
+        CatalogDamagedError: a row is damaged.
+    """
+    for key, index in zip(group.keys, group.indices, strict=True):
+        value = txn.get(key, db=databases.records)
+        if value is not None:
+            place = decode_records([value])
+            if extent_keys(place)[0] == group.extent and place["index"][0] == index:
+                txn.delete(key, db=databases.records)

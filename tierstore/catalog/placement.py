@@ -16,7 +16,8 @@ from tierstore.catalog.catalog import Catalog
 from tierstore.catalog.garbage import Sweep
 from tierstore.catalog.lost_payload import LostPayload
 from tierstore.catalog.messages import RequestPlaces
-from tierstore.catalog.transaction import CatalogTxn, Ticket
+from tierstore.catalog.tickets import Ticket
+from tierstore.catalog.transaction import CatalogTxn
 from tierstore.clock import Clock
 from tierstore.key import NAMESPACE_BYTES, Namespace, OffloadKey
 from tierstore.tier_events import Freed, Placed, Refused, SecondaryEvent

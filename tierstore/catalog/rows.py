@@ -6,14 +6,16 @@
     epochs      namespace (8)            -> owner (u32 LE): the one process that asks for it
     floors      namespace (8)            -> segment (u32 LE): its records in older ones are garbage
     owners      owner (u32 BE)           -> OwnerRow: a process that has the path open
-    records     key                      -> RECORD_DTYPE: place, sequence, reserved
-    order       sequence (u64 BE)        -> pages of the record (u32 LE) + key; oldest first
+    records     key                      -> PLACE_DTYPE
+    order       sequence (u64 BE)        -> segment, header page (u32 BE each); oldest first
     extents     segment, header page (u32 BE each) -> ExtentRow; only extents with a live record
     segments    segment (u32 BE)         -> SegmentRow
     units       segment, unit (u32 BE each) -> pages (u32 LE) that were freed; less than all of them
     pending     id (u64 BE)              -> PendingRow: extents being written, pages being released
 
-Integers in values are little-endian; keys are big-endian, so that their order is numeric.
+Integers in values are little-endian. Keys are big-endian, so that their order is numeric; also one
+that is the value of another row. A record has no checksum of its payload: ranks have different
+bytes, and one catalog serves all ranks.
 """
 
 import struct
@@ -26,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
-from tierstore.codec.record import PLACE_DTYPE
+from tierstore.codec.record import PLACE_BYTES, PLACE_DTYPE
 from tierstore.errors import CatalogDamagedError
 from tierstore.lmdb_env.env import LmdbEnv
 from tierstore.lmdb_env.library import Database
@@ -34,11 +36,8 @@ from tierstore.lmdb_env.library import Database
 __all__ = [
     "CATALOG_VERSION",
     "EXTENT_DTYPE",
-    "ORDER_PAGES_BYTES",
-    "RECORD_DTYPE",
     "RUN_DTYPE",
     "Databases",
-    "ExtentRow",
     "OwnerRow",
     "PendingRow",
     "RowArray",
@@ -54,19 +53,15 @@ __all__ = [
     "wide_key",
 ]
 
-CATALOG_VERSION = 2
+CATALOG_VERSION = 3
 """Version of these rows; a catalog of another one is refused by name."""
 
 RowArray = npt.NDArray[np.void]
 
-# Without a checksum of the payload: ranks have different bytes, and one catalog serves all ranks.
-RECORD_DTYPE = np.dtype([("place", PLACE_DTYPE), ("sequence", "<u8"), ("reserved", "<u4")])
-"""`reserved` is kept as found: earlier releases counted uses there, which was never read."""
 EXTENT_DTYPE = np.dtype(
     [("segment", "<u4"), ("header_page", "<u4"), ("stride_pages", "<u4"), ("count", "<u4")]
 )
 RUN_DTYPE = np.dtype([("segment", "<u4"), ("first_page", "<u4"), ("page_count", "<u4")])
-ORDER_PAGES_BYTES = 4
 _NAMES_MAX = 64
 _VERSION = struct.Struct("<Q")
 
@@ -75,7 +70,7 @@ segment_key = struct.Struct(">I").pack
 number_value = struct.Struct("<I").pack
 """Of `epochs`, `floors` and `units`."""
 wide_key = struct.Struct(">Q").pack
-"""Of `order` and `pending`, and of `extents` with segment and header page in one number."""
+"""Of `order` and `pending`; of `extents`, and values of `order`, with both numbers in one."""
 
 
 def parse_number(value: bytes) -> int:
@@ -94,15 +89,15 @@ def split(rows: bytes, width: int) -> list[bytes]:
 
 
 def decode_records(values: list[bytes]) -> RowArray:
-    """Return the values of `records` as one writable array.
+    """Return the values of `records` as one writable array of `PLACE_DTYPE`.
 
     Raises:
         CatalogDamagedError: a value does not have the length of a row.
     """
     rows = bytearray().join(values)
-    if len(rows) != len(values) * RECORD_DTYPE.itemsize:
+    if len(rows) != len(values) * PLACE_BYTES:
         raise CatalogDamagedError("a record row is damaged")
-    return np.frombuffer(rows, dtype=RECORD_DTYPE)
+    return np.frombuffer(rows, dtype=PLACE_DTYPE)
 
 
 class Databases:
@@ -271,17 +266,6 @@ class OwnerRow(_Row):
     """What it asks for."""
     capacity_bytes: int
     """What it was promised that all bytes below the path stay within."""
-
-
-@dataclass(slots=True)
-class ExtentRow(_Row):
-    """One extent with at least one live record."""
-
-    _LAYOUT: ClassVar[struct.Struct] = struct.Struct("<3I")
-
-    live_count: int
-    record_count: int
-    stride_pages: int
 
 
 @dataclass(slots=True)

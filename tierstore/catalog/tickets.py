@@ -2,13 +2,53 @@
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 
-from tierstore.catalog.transaction import Ticket
+from tierstore.catalog.rows import RowArray, extent_key, split
+from tierstore.codec.record import PLACE_BYTES
 from tierstore.key import OffloadKey
 from tierstore.tier_events import Committed
 from tierstore.transfer import FailureReason
 
-__all__ = ["Tickets"]
+__all__ = ["Ticket", "TicketExtent", "Tickets"]
+
+
+@dataclass(slots=True)
+class Ticket:
+    """Places that were reserved and not yet committed, in the process that reserved them."""
+
+    keys: tuple[OffloadKey, ...]
+    payload_bytes: int
+    """Of each record."""
+    records: RowArray
+    """The place of each key, `PLACE_DTYPE`."""
+    extents: RowArray
+    """`EXTENT_DTYPE`, in the order of the keys."""
+    pending_id: int
+
+    def places(self) -> list[bytes]:
+        """Return the place of each key."""
+        return split(self.records.tobytes(), PLACE_BYTES)
+
+    def laid_out(self) -> list["TicketExtent"]:
+        """Return which records lie in each extent."""
+        parts = []
+        first = 0
+        for segment, header_page, stride_pages, count in self.extents.tolist():
+            extent = extent_key(segment, header_page)
+            parts.append(TicketExtent(extent, stride_pages, first, first + count))
+            first += count
+        return parts
+
+
+@dataclass(frozen=True, slots=True)
+class TicketExtent:
+    """One extent of a ticket; its records are those of the keys `[first, end)`."""
+
+    extent: int
+    stride_pages: int
+    first: int
+    end: int
 
 
 class Tickets:

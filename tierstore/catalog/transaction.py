@@ -1,53 +1,39 @@
 """What one write transaction of the catalog can do; nothing outside changes before it commits."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from tierstore.catalog.garbage import Floors, Sweep
+from tierstore.catalog.garbage import Floors, Sweep, drop_garbage
 from tierstore.catalog.namespaces import Namespaces
+from tierstore.catalog.pages.extent_row import ExtentRow, bits_of
+from tierstore.catalog.pages.order import Victims, extent_keys
 from tierstore.catalog.pages.space import Space
 from tierstore.catalog.pages.unreferenced import release_unreferenced
 from tierstore.catalog.rows import (
-    ORDER_PAGES_BYTES,
-    RECORD_DTYPE,
     Databases,
     PendingRow,
     RowArray,
     SegmentState,
     decode_records,
     split,
-    wide_key,
 )
+from tierstore.catalog.tickets import Ticket, TicketExtent
+from tierstore.codec.record import EXTENT_RECORDS_MAX, PLACE_BYTES, PLACE_DTYPE
 from tierstore.errors import CatalogDamagedError
 from tierstore.geometry import SpaceGeometry
 from tierstore.key import NAMESPACE_BYTES, OffloadKey
 from tierstore.lmdb_env.library import Transaction
 from tierstore.tier_events import Evicted, Freed, SecondaryEvent
 
-__all__ = ["CatalogTxn", "Ticket"]
+__all__ = ["CatalogTxn"]
 
 _EVICT_COUNT_MAX = 512
 """Records that one transaction evicts at most, so that other processes get their turn, and what a
 transaction needs of the map is bounded."""
 
-
-@dataclass(slots=True)
-class Ticket:
-    """Places that were reserved and not yet committed, in the process that reserved them."""
-
-    keys: tuple[OffloadKey, ...]
-    records: RowArray
-    """`RECORD_DTYPE`, without sequences."""
-    extents: RowArray
-    pending_id: int
-
-    def places(self) -> list[bytes]:
-        """Return the place of each key."""
-        places = np.ascontiguousarray(self.records["place"])
-        return split(places.tobytes(), places.dtype.itemsize)
+_INDICES = np.arange(EXTENT_RECORDS_MAX, dtype="<u4")
 
 
 class CatalogTxn:
@@ -91,7 +77,7 @@ class CatalogTxn:
     def recorded(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Return the keys that have a record, in order, each once."""
         found, records = self._find(list(dict.fromkeys(keys)))
-        self.relied_on.update(records["place"]["segment"].tolist())
+        self.relied_on.update(records["segment"].tolist())
         return found
 
     def reserve(self, keys: Sequence[OffloadKey], payload_bytes: int) -> Ticket:
@@ -99,18 +85,20 @@ class CatalogTxn:
         namespace = keys[0][:NAMESPACE_BYTES]
         stride_pages = self._geometry.stride_pages(payload_bytes)
         extents = self.space.allocate(namespace, len(keys), stride_pages)
-        records = np.zeros(len(keys), RECORD_DTYPE)
-        places = records["place"]
-        counts = extents["count"]
-        places["segment"] = np.repeat(extents["segment"], counts)
-        places["header_page"] = np.repeat(extents["header_page"], counts)
-        firsts = np.repeat(np.cumsum(counts) - counts, counts)
-        places["index"] = np.arange(len(keys)) - firsts
+        places = np.empty(len(keys), PLACE_DTYPE)
+        first = 0
+        for extent, file_pages in zip(extents.tolist(), self._file_pages(extents), strict=True):
+            segment, header_page, _, count = extent
+            part = places[first : first + count]
+            part["segment"] = segment
+            part["header_page"] = header_page
+            part["index"] = _INDICES[:count]
+            part["segment_pages"] = file_pages
+            first += count
         places["stride_pages"] = stride_pages
         places["payload_bytes"] = payload_bytes
-        places["segment_pages"] = np.repeat(self._file_pages(extents), counts)
         pending_id = self.space.pending.add(PendingRow(self.space.owner, extents=extents))
-        return Ticket(tuple(keys), records, extents, pending_id)
+        return Ticket(tuple(keys), payload_bytes, places, extents, pending_id)
 
     def commit(self, ticket: Ticket, failed: Collection[int]) -> bool:
         """Publish a ticket's records, except the failed ones and those that another process has.
@@ -118,29 +106,21 @@ class CatalogTxn:
         The last key becomes the oldest, so that a prefix loses its tail first. False: another
         process took this owner for dead, and its places for free.
         """
-        if self.space.pending.find(ticket.pending_id) is None:
+        if not self.space.pending.remove(ticket.pending_id):
             return False
-        self.space.pending.remove(ticket.pending_id)
-        living = self.space.end_writing(ticket.extents)
-        self.space.extents.add(living)
-        places = ticket.records["place"]
-        written = np.ones(len(places), bool)
-        if len(living) < len(ticket.extents):
-            written = np.isin(places["segment"], living["segment"])
-        good = written.copy()
-        good[[index for index in failed if index < len(good)]] = False
-        kept = self._without_records(ticket.keys, np.flatnonzero(good).tolist())
-        good[:] = False
-        good[kept] = True
-        if kept:
-            kept.reverse()
-            self._publish([ticket.keys[index] for index in kept], ticket.records[kept])
-            self.space.segments.count_in(places[kept])
-            for segment in np.unique(places["segment"][kept]).tolist():
-                self.space.trim_segment(segment)
-        failed_places = places[written & ~good]
-        if len(failed_places):
-            self.space.free_places(failed_places)
+        living = set(extent_keys(self.space.end_writing(ticket.extents)).tolist())
+        good = [True] * len(ticket.keys)
+        for index in failed:
+            if index < len(good):
+                good[index] = False
+        extents = ticket.laid_out()
+        written = [part for part in extents if part.extent in living]
+        if len(written) < len(extents):
+            kept = [i for part in written for i in range(part.first, part.end) if good[i]]
+        else:
+            kept = [index for index, is_good in enumerate(good) if is_good]
+        kept = self._put_records(ticket, kept)
+        self._enter(ticket, written, kept)
         return True
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
@@ -149,31 +129,29 @@ class CatalogTxn:
         Except records that leave in the order in which they were written.
         """
         ordered = list(dict.fromkeys(reversed(keys)))[::-1]
-        found, records = self._find(ordered)
+        found, places = self._find(ordered)
         if found and self._geometry.unit_pages != 1:
             # Records that share a unit of the file system leave together. By LRU, units would stay
             # half empty, and charged.
-            strides = records["place"]["stride_pages"].tolist()
+            strides = places["stride_pages"].tolist()
             moving = [i for i, pages in enumerate(strides) if not self._geometry.keeps_order(pages)]
-            found, records = [found[index] for index in moving], records[moving]
-        if found:
-            self._delete_order(records)
-            self._publish(found, records)
+            places = places[moving]
+        if len(places):
+            self.space.order.touch(places)
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
         """Forget records and free their places; unknown keys are skipped."""
-        found, records = self._find(list(dict.fromkeys(keys)))
+        found, places = self._find(sorted(set(keys)))
         if found:
             for _ in map(partial(self._txn.delete, db=self._databases.records), found):
                 pass
-            self._delete_order(records)
-            self._free(records)
+            self._free(places, self.space.order.remove(places))
 
     def remove_before(self, keys: Sequence[OffloadKey], ends: Mapping[int, int]) -> None:
         """Forget those of the records that lie before these pages, by segment."""
         found, records = self._find(list(dict.fromkeys(keys)))
-        segments = records["place"]["segment"].tolist()
-        pages = records["place"]["header_page"].tolist()
+        segments = records["segment"].tolist()
+        pages = records["header_page"].tolist()
         self.remove(
             [
                 key
@@ -188,39 +166,67 @@ class CatalogTxn:
         `page_count` is of one rank. At most `_EVICT_COUNT_MAX` records per transaction. Garbage on
         the way goes, too, and frees nothing: a caller that needs pages asks again.
         """
-        sequences: list[bytes] = []
-        keys: list[bytes] = []
-        pages = 0
-        budget = _EVICT_COUNT_MAX - self._dropped_count
-        pins = self._pins
-        with self._txn.cursor(db=self._databases.order) as cursor:
-            for sequence, value in cursor.iternext():
-                if len(keys) >= budget or (pages >= page_count and len(keys) >= record_count):
-                    break
-                key = value[ORDER_PAGES_BYTES:]
-                if key in pins:
-                    continue
-                sequences.append(sequence)
-                keys.append(key)
-                pages += int.from_bytes(value[:ORDER_PAGES_BYTES], "little")
-        if not keys:
-            return 0
-        values = list(map(partial(self._txn.pop, db=self._databases.records), keys))
-        if None in values:
-            raise CatalogDamagedError("order names a key without a record")
-        for _ in map(partial(self._txn.delete, db=self._databases.order), sequences):
-            pass
-        self._dropped_count += len(keys)
-        records = decode_records(values)  # type: ignore[arg-type]
-        if self.floors:
-            living = self.floors.living(keys, records)
-            keys = [keys[index] for index in np.flatnonzero(living).tolist()]
-            records = records[living]
+        victims = self._oldest(page_count, record_count)
+        garbage, living, emptied = 0, [], []
+        for group in victims:
+            is_emptied = self.space.order.take_out(group.extent, bits_of(group.indices))
+            if self.floors and self.floors.hides(group.keys[0], group.extent >> 32):
+                garbage += len(group.keys)
+                drop_garbage(self._txn, self._databases, group)
+                continue
+            living.append(group)
+            if is_emptied:
+                emptied.append(group.extent)
+        keys = [key for group in living for key in group.keys]
+        count = garbage + len(keys)
+        self._dropped_count += count
         if keys:
-            self._free(records)
+            self._free(self._pop_records(living), emptied)
             self.evicted.extend(map(OffloadKey, keys))
             self.space.state.evicted_count += len(keys)
-        return len(sequences)
+        return count
+
+    def _oldest(self, page_count: int, record_count: int) -> list[Victims]:
+        """Return the oldest unpinned records, until both counts are reached."""
+        found: list[Victims] = []
+        pages = count = 0
+        budget = _EVICT_COUNT_MAX - self._dropped_count
+        for row, group in self.space.order.oldest(self._pins):
+            pages_short = -(-(page_count - pages) // max(1, row.stride_pages))
+            wanted = min(budget - count, max(pages_short, record_count - count))
+            if wanted <= 0:
+                break
+            if not group.keys:
+                continue
+            del group.indices[wanted:]
+            del group.keys[wanted:]
+            found.append(group)
+            count += len(group.keys)
+            pages += len(group.keys) * row.stride_pages
+        return found
+
+    def _pop_records(self, victims: Sequence[Victims]) -> RowArray:
+        """Remove the rows of records; return their places.
+
+        Raises:
+            CatalogDamagedError: a record is missing, or lies elsewhere.
+        """
+        keys = [key for group in victims for key in group.keys]
+        # In the order of the keys: a page of rows is searched for and changed while it is at hand.
+        turns = sorted(range(len(keys)), key=keys.__getitem__)
+        pop = partial(self._txn.pop, db=self._databases.records)
+        values = list(map(pop, [keys[turn] for turn in turns]))
+        if None in values:
+            raise CatalogDamagedError("the order names a key without a record")
+        places = decode_records(values)  # type: ignore[arg-type]
+        counts = [len(group.keys) for group in victims]
+        extents = np.repeat(np.array([group.extent for group in victims], np.uint64), counts)
+        indices = np.array([index for group in victims for index in group.indices])
+        if (extent_keys(places) != extents[turns]).any() or (
+            places["index"] != indices[turns]
+        ).any():
+            raise CatalogDamagedError("a record lies elsewhere than the order says")
+        return places
 
     def adopt_dead(
         self, is_dead: Callable[[int], bool], *, with_idle_releases: bool = False
@@ -266,17 +272,17 @@ class CatalogTxn:
 
     def sweep(self, sweep: Sweep) -> Sweep:
         """Remove some garbage; return how far the pass has come once this is committed."""
-        return sweep.step(self._txn, self._databases, self.floors)
+        return sweep.step(self._txn, self._databases, self.floors, self.space.order)
 
-    def _file_pages(self, extents: RowArray) -> RowArray:
+    def _file_pages(self, extents: RowArray) -> list[int]:
         """Return how long the file of each extent has to be."""
         header_pages = self._geometry.header_pages
-        ends = extents["header_page"] + header_pages + extents["count"] * extents["stride_pages"]
-        pages = [
-            self._geometry.file_pages(end, self.space.segments.row(segment).page_count)
-            for segment, end in zip(extents["segment"].tolist(), ends.tolist(), strict=True)
+        return [
+            self._geometry.file_pages(
+                first + header_pages + count * stride, self.space.segments.row(segment).page_count
+            )
+            for segment, first, stride, count in extents.tolist()
         ]
-        return np.array(pages, "<u4")
 
     def _find(self, keys: Sequence[OffloadKey]) -> tuple[list[OffloadKey], RowArray]:
         """Return the keys that have a record, and the records."""
@@ -288,41 +294,48 @@ class CatalogTxn:
             return [found[i] for i in np.flatnonzero(living).tolist()], records[living]
         return found, records
 
-    def _without_records(self, keys: Sequence[OffloadKey], indices: list[int]) -> list[int]:
-        """Leave out what another process has recorded; remove garbage under the other keys."""
-        get = partial(self._txn.get, db=self._databases.records)
-        values = {index: value for index in indices if (value := get(keys[index])) is not None}
-        if not values:
+    def _put_records(self, ticket: Ticket, indices: list[int]) -> list[int]:
+        """Write rows of records; return the indices of those that had none, garbage apart."""
+        rows = split(ticket.records.tobytes(), PLACE_BYTES)
+        # In the order of the keys, see `_pop_records`.
+        items = sorted([(ticket.keys[index], rows[index]) for index in indices])
+        records = self._databases.records
+        with self._txn.cursor(db=records) as cursor:
+            consumed_count, added_count = cursor.putmulti(items, overwrite=False)
+        if added_count == consumed_count:
             return indices
-        garbage = {i: v for i, v in values.items() if self.floors and self.floors.hide(keys[i], v)}
-        if garbage:
-            self._delete_order(decode_records(list(garbage.values())))
-        return [index for index in indices if index not in values or index in garbage]
+        ours = []
+        for index in indices:
+            key, row = ticket.keys[index], rows[index]
+            stored = self._txn.get(key, db=records)
+            if stored is not None and self.floors and self.floors.hide(key, stored):
+                self._txn.put(key, row, db=records)
+                stored = row
+            if stored == row:
+                ours.append(index)
+        return ours
 
-    def _publish(self, keys: Sequence[bytes], records: RowArray) -> None:
-        """Write records at the young end, the first becoming the oldest of them."""
-        state = self.space.state
-        count = len(keys)
-        records["sequence"] = np.arange(state.next_sequence, state.next_sequence + count)
-        state.next_sequence += count
-        sequences = split(records["sequence"].astype(">u8").tobytes(), 8)
-        pages = split(
-            np.ascontiguousarray(records["place"]["stride_pages"]).tobytes(), ORDER_PAGES_BYTES
-        )
-        rows = split(records.tobytes(), RECORD_DTYPE.itemsize)
-        with self._txn.cursor(db=self._databases.records) as cursor:
-            cursor.putmulti(zip(keys, rows, strict=True))
-        with self._txn.cursor(db=self._databases.order) as cursor:
-            cursor.putmulti(
-                zip(sequences, map(bytes.__add__, pages, keys), strict=True), append=True
-            )
+    def _enter(self, ticket: Ticket, extents: Sequence[TicketExtent], kept: list[int]) -> None:
+        """Enter the records that were written into their extents; free the places of the others."""
+        kept_set = set(kept)
+        emptied: list[int] = []
+        unused: list[int] = []
+        for part in reversed(extents):
+            places = range(part.first, part.end)
+            here = [index - part.first for index in places if index in kept_set]
+            if len(here) < len(places):
+                unused += [index for index in places if index not in kept_set]
+            if not here:
+                emptied.append(part.extent)
+                continue
+            row = ExtentRow.of(part.stride_pages, ticket.keys[part.first : part.end])
+            self.space.order.enter(part.extent, row, bits_of(here))
+            segment = part.extent >> 32
+            self.space.segments.count_in(segment, len(here), ticket.payload_bytes)
+            self.space.trim_segment(segment)
+        if unused:
+            self.space.free_places(ticket.records[unused], emptied)
 
-    def _delete_order(self, records: RowArray) -> None:
-        delete = partial(self._txn.delete, db=self._databases.order)
-        if not all(map(delete, map(wide_key, records["sequence"].tolist()))):
-            raise CatalogDamagedError("a record is missing in the order")
-
-    def _free(self, records: RowArray) -> None:
-        places = records["place"]
+    def _free(self, places: RowArray, emptied: Sequence[int]) -> None:
         self.space.segments.count_out(places)
-        self.space.free_places(places)
+        self.space.free_places(places, emptied)

@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from store_kit import MIB, Chunks, config_of, du
 
+from tierstore.catalog.pages.extent_row import ExtentRow
 from tierstore.catalog.rows import (
     Databases,
-    ExtentRow,
     OwnerRow,
     PendingRow,
     SegmentRow,

@@ -14,6 +14,8 @@ from tierstore.catalog.messages import (
     RequestPlaces,
     SweepGarbage,
 )
+from tierstore.catalog.pages.extent_row import ExtentRow, indices_of
+from tierstore.catalog.pages.order import extent_keys
 from tierstore.catalog.writer import CatalogWriter
 from tierstore.codec.record import PLACE_DTYPE
 from tierstore.config import SecondaryConfig
@@ -182,10 +184,21 @@ class Harness:
 
     def order(self):
         """Return the recorded numbers, oldest first, as the catalog's victims would be."""
-        with self.catalog._env.read(self.catalog._databases.order) as txn:
-            keys = [value[4:] for _, value in txn.cursor()]
+        databases = self.catalog._databases
+        keys, extents = [], []
+        with self.catalog._env.read() as txn, txn.cursor(db=databases.order) as cursor:
+            for sequence, extent in cursor:
+                row = ExtentRow.unpack(txn.get(extent, db=databases.extents))
+                names = row.keys()
+                bits = row.groups[int.from_bytes(sequence, "big")]
+                keys += [names[index] for index in indices_of(bits)]
+                extents += [int.from_bytes(extent, "big")] * bits.bit_count()
         places = self.catalog.locate(keys)
-        return [self.numbers[key] for key, place in zip(keys, places, strict=True) if place]
+        return [
+            self.numbers[key]
+            for key, extent, place in zip(keys, extents, places, strict=True)
+            if place and extent_keys(np.frombuffer(place, PLACE_DTYPE)).tolist() == [extent]
+        ]
 
     def row_count(self, database):
         """Return how many rows a database has, garbage included."""

@@ -22,7 +22,8 @@ def share(first, **options):
 
 
 def test_an_operation_that_meets_damage_is_lost_and_no_other(harness):
-    harness.store(*range(8))
+    for number in range(8):
+        harness.store(number)
     databases = harness.catalog._databases
     with harness.catalog._env.write() as txn, txn.cursor(db=databases.order) as cursor:
         assert cursor.last()

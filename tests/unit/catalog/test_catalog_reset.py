@@ -53,7 +53,8 @@ def test_a_reset_is_one_transaction_and_gives_whole_segments_back(tmp_path, back
     assert harness.row_count("records") == 40_000
     assert harness.catalog.check() == []
     assert harness.sweep() >= 40_000 // SWEEP_ROWS_MAX
-    assert harness.row_count("records") == harness.row_count("order") == 500
+    assert harness.row_count("records") == 500
+    assert harness.row_count("order") == harness.row_count("extents") == -(-500 // 32)
     assert harness.row_count("floors") == 0
     assert harness.located(*range(500)) == [True] * 500
     assert harness.catalog.check() == []

@@ -20,12 +20,11 @@ from format_tables import (
 )
 from xxhash import xxh3_64_intdigest
 
+from tierstore.catalog.pages.extent_row import ExtentRow
 from tierstore.catalog.rows import (
     CATALOG_VERSION,
     EXTENT_DTYPE,
-    RECORD_DTYPE,
     RUN_DTYPE,
-    ExtentRow,
     OwnerRow,
     PendingRow,
     SegmentRow,
@@ -53,11 +52,10 @@ from tierstore.manifest import FORMAT_VERSION
 ARRAYS = {
     "Record header": HEADER_DTYPE,
     "Place": PLACE_DTYPE,
-    "Record": RECORD_DTYPE,
     "Extent being written": EXTENT_DTYPE,
     "Page run": RUN_DTYPE,
 }
-ROWS = {"State": StateRow, "Owner": OwnerRow, "Extent": ExtentRow, "Segment": SegmentRow}
+ROWS = {"State": StateRow, "Owner": OwnerRow, "Segment": SegmentRow}
 
 
 def checksum_of(content):
@@ -120,11 +118,37 @@ def compare_pending_head(heading, text):
     assert packed[end_of(fields) :] == parts
 
 
+def compare_extent_head(heading, text):
+    names = [b"x" * 20, b"y" * 21, b"z" * 76]
+    packed = ExtentRow(0x01020304, 0x05060708, {9: 1, 10: 6}, b"names").pack()
+    values = {"record_count": 0x01020304, "stride_pages": 0x05060708, "group_count": 2}
+    fields = fields_of(heading, text)
+    assert [name for name, _, _ in fields] == list(values)
+    for name, offset, width in fields:
+        assert packed[offset : offset + width] == values[name].to_bytes(width, "little"), name
+    assert packed[end_of(fields) + 2 * ExtentRow.GROUP.size :] == b"names"
+    assert ExtentRow.of(1, names).names == bytes([20, 21, 76]) + b"".join(names)
+    assert ExtentRow.of(1, names).keys() == names
+    assert ExtentRow.of(1, names[:1] * 2).keys() == names[:1] * 2
+
+
+def compare_group(heading, text):
+    packed = ExtentRow(1, 1, {0x0102030405060708: 0x090A0B0C}, b"").pack()[ExtentRow.HEAD.size :]
+    values = {"sequence": 0x0102030405060708, "bits": 0x090A0B0C}
+    fields = fields_of(heading, text)
+    assert [name for name, _, _ in fields] == list(values)
+    for name, offset, width in fields:
+        assert packed[offset : offset + width] == values[name].to_bytes(width, "little"), name
+    assert end_of(fields) == len(packed)
+
+
 COMPARISONS = {
     **dict.fromkeys(ARRAYS, compare_array),
     **dict.fromkeys(ROWS, compare_row),
     "Block units": compare_units,
     "Pending head": compare_pending_head,
+    "Extent head": compare_extent_head,
+    "Group": compare_group,
 }
 
 

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
-from tierstore.catalog.rows import ExtentRow, SegmentRow
+from tierstore.catalog.pages.extent_row import ExtentRow
+from tierstore.catalog.rows import SegmentRow
 from tierstore.lmdb_env.library import Database, Transaction
 
 __all__ = ["CachedRows"]
@@ -26,6 +27,7 @@ class CachedRows(Generic[RowT]):
         self._pack_key = pack_key
         self._unpack: Callable[[bytes], RowT] = unpack
         self._rows: dict[int, RowT | None] = {}
+        self._stored: dict[int, bytes] = {}
 
     @property
     def rows(self) -> Mapping[int, RowT | None]:
@@ -36,7 +38,11 @@ class CachedRows(Generic[RowT]):
         """Return a row, to be changed in place; None: there is none."""
         if number not in self._rows:
             value = self._txn.get(self._pack_key(number), db=self._database)
-            self._rows[number] = None if value is None else self._unpack(value)
+            if value is None:
+                self._rows[number] = None
+            else:
+                self._rows[number] = self._unpack(value)
+                self._stored[number] = value
         return self._rows[number]
 
     def put(self, number: int, row: RowT) -> None:
@@ -47,13 +53,20 @@ class CachedRows(Generic[RowT]):
         """Remove a row."""
         self._rows[number] = None
 
+    def discard(self, number: int) -> None:
+        """Forget a row that the caller has removed from the transaction."""
+        self._stored.pop(number, None)
+        self._rows[number] = None
+
     def flush(self) -> None:
         """Write what differs from the stored rows into the transaction."""
         for number, row in self._rows.items():
-            key = self._pack_key(number)
-            if row is None:
-                self._txn.delete(key, db=self._database)
+            stored = self._stored.get(number)
+            value = None if row is None else row.pack()
+            if value == stored:
                 continue
-            value = row.pack()
-            if value != self._txn.get(key, db=self._database):
+            key = self._pack_key(number)
+            if value is None:
+                self._txn.delete(key, db=self._database)
+            else:
                 self._txn.put(key, value, db=self._database)

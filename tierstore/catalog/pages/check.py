@@ -6,7 +6,8 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.catalog.pages.said_extents import SAID, extent_keys, halves, read_extents
+from tierstore.catalog.pages.order import extent_keys
+from tierstore.catalog.pages.said_extents import SAID, halves, read_extents
 from tierstore.catalog.rows import (
     Databases,
     PendingRow,

@@ -3,7 +3,8 @@
 import numpy as np
 
 from tierstore.catalog.pages.cached_rows import CachedRows
-from tierstore.catalog.rows import Databases, ExtentRow, RowArray, extent_key, wide_key
+from tierstore.catalog.pages.extent_row import ExtentRow
+from tierstore.catalog.rows import Databases, RowArray, wide_key
 from tierstore.codec.record import EXTENT_RECORDS_MAX
 from tierstore.errors import CatalogDamagedError
 from tierstore.lmdb_env.library import Transaction
@@ -20,33 +21,32 @@ class Extents:
     def __init__(self, txn: Transaction, databases: Databases) -> None:
         self._cached = CachedRows(txn, databases.extents, wide_key, ExtentRow.unpack)
 
-    def add(self, extents: RowArray) -> None:
-        """Add written extents (`EXTENT_DTYPE`), all of whose records live."""
-        for extent in extents:
-            key = extent_key(int(extent["segment"]), int(extent["header_page"]))
-            count = int(extent["count"])
-            self._cached.put(key, ExtentRow(count, count, int(extent["stride_pages"])))
+    def find(self, extent: int) -> ExtentRow | None:
+        """Return the row of an extent, to be changed in place; None: there is none."""
+        return self._cached.find(extent)
 
-    def free(self, places: RowArray) -> list[int]:
-        """Count records out; return the keys of the extents whose last record went.
+    def row(self, extent: int) -> ExtentRow:
+        """Return the row of an extent, to be changed in place.
 
         Raises:
-            CatalogDamagedError: an extent is unknown, or has fewer records.
+            CatalogDamagedError: there is none.
         """
-        keys = places["segment"].astype(np.uint64) << np.uint64(32) | places["header_page"]
-        unique, counts = np.unique(keys, return_counts=True)
-        emptied = []
-        for key, count in zip(unique.tolist(), counts.tolist(), strict=True):
-            row = self._cached.find(key)
-            if row is None:
-                raise CatalogDamagedError(f"extent {key:#x} is unknown")
-            if row.live_count < count:
-                raise CatalogDamagedError(f"extent {key:#x} frees too many")
-            row.live_count -= count
-            if row.live_count == 0:
-                self._cached.remove(key)
-                emptied.append(key)
-        return emptied
+        row = self._cached.find(extent)
+        if row is None:
+            raise CatalogDamagedError(f"extent {extent:#x} is unknown")
+        return row
+
+    def put(self, extent: int, row: ExtentRow) -> None:
+        """Add an extent."""
+        self._cached.put(extent, row)
+
+    def remove(self, extent: int) -> None:
+        """Remove an extent without records."""
+        self._cached.remove(extent)
+
+    def discard(self, extent: int) -> None:
+        """Forget an extent whose row the caller has removed."""
+        self._cached.discard(extent)
 
     def flush(self) -> None:
         """Write the changed rows into the transaction."""

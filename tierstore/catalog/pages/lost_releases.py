@@ -139,7 +139,7 @@ def _mark_records(
 def _mark_places(
     values: list[bytes], geometry: SpaceGeometry, living: list[int], held: Mapping[int, _Pages]
 ) -> None:
-    places = decode_records(values)["place"]
+    places = decode_records(values)
     for place in places[np.isin(places["segment"], living)]:
         pages = held[int(place["segment"])]
         header_page, stride = int(place["header_page"]), int(place["stride_pages"])

@@ -30,9 +30,9 @@ class PendingRows:
         value = self._txn.get(wide_key(pending_id), db=self._database)
         return None if value is None else PendingRow.unpack(value)
 
-    def remove(self, pending_id: int) -> None:
-        """Forget a row."""
-        self._txn.delete(wide_key(pending_id), db=self._database)
+    def remove(self, pending_id: int) -> bool:
+        """Forget a row; return whether there was one."""
+        return self._txn.delete(wide_key(pending_id), db=self._database)
 
     def all(self) -> list[tuple[int, PendingRow]]:
         """Return all rows, of all owners."""

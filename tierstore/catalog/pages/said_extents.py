@@ -5,11 +5,12 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.catalog.rows import Databases, ExtentRow, RowArray
+from tierstore.catalog.pages.extent_row import ExtentRow
+from tierstore.catalog.rows import Databases, RowArray
 from tierstore.lmdb_env.library import Transaction
 from tierstore.lmdb_env.pace import VerifyPace
 
-__all__ = ["ROWS_AT_ONCE", "SAID", "extent_keys", "halves", "read_extents"]
+__all__ = ["ROWS_AT_ONCE", "SAID", "halves", "read_extents"]
 
 ROWS_AT_ONCE = 1024
 """Rows of one step; those of a tier may be too many for the memory."""
@@ -44,10 +45,3 @@ def halves(extents: RowArray) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int
     """Return segment and header page of each extent (`SAID`)."""
     keys = extents["key"]
     return (keys >> np.uint64(32)).astype(np.int64), (keys & np.uint64(0xFFFFFFFF)).astype(np.int64)
-
-
-def extent_keys(places: RowArray) -> npt.NDArray[np.uint64]:
-    """Return the key of the extent of each place, as a number."""
-    high = places["segment"].astype(np.uint64) << np.uint64(32)
-    keys: npt.NDArray[np.uint64] = high | places["header_page"].astype(np.uint64)
-    return keys

@@ -7,7 +7,7 @@ from tierstore.catalog.rows import Databases, RowArray, SegmentRow, StateRow, se
 from tierstore.errors import CatalogDamagedError
 from tierstore.lmdb_env.library import Transaction
 
-__all__ = ["Segments", "is_in_use"]
+__all__ = ["Segments", "by_segment", "is_in_use"]
 
 
 class Segments:
@@ -58,13 +58,14 @@ class Segments:
             self.uncharge(segment, row.charged_pages)
             self._cached.remove(segment)
 
-    def count_in(self, places: RowArray) -> None:
-        """Count records that were published."""
-        self._count(places, 1)
+    def count_in(self, segment: int, record_count: int, payload_bytes: int) -> None:
+        """Count records of so many bytes each that were published."""
+        self._count(segment, record_count, record_count * payload_bytes)
 
     def count_out(self, places: RowArray) -> None:
         """Count records that are gone."""
-        self._count(places, -1)
+        for segment, part in by_segment(places):
+            self._count(segment, -len(part), -int(part["payload_bytes"].sum(dtype=np.int64)))
 
     def forget_records(self, row: SegmentRow) -> None:
         """Count a segment's records out, which are garbage now."""
@@ -101,18 +102,26 @@ class Segments:
         """Write the changed rows into the transaction."""
         self._cached.flush()
 
-    def _count(self, places: RowArray, sign: int) -> None:
-        segments, inverse = np.unique(places["segment"], return_inverse=True)
-        counts = np.bincount(inverse).tolist()
-        payloads = np.bincount(inverse, weights=places["payload_bytes"]).astype(np.int64).tolist()
-        for segment, count, payload in zip(segments.tolist(), counts, payloads, strict=True):
-            row = self.row(segment)
-            row.record_count += sign * count
-            row.payload_bytes += sign * payload
-            self._state.record_count += sign * count
-            self._state.payload_bytes += sign * payload
-            if row.record_count < 0 or row.payload_bytes < 0:
-                raise CatalogDamagedError(f"segment {segment} loses more records than it has")
+    def _count(self, segment: int, record_count: int, payload_bytes: int) -> None:
+        row = self.row(segment)
+        row.record_count += record_count
+        row.payload_bytes += payload_bytes
+        self._state.record_count += record_count
+        self._state.payload_bytes += payload_bytes
+        if row.record_count < 0 or row.payload_bytes < 0:
+            raise CatalogDamagedError(f"segment {segment} loses more records than it has")
+
+
+def by_segment(rows: RowArray) -> list[tuple[int, RowArray]]:
+    """Cut rows with a segment apart; those of one request lie in one or two segments."""
+    if not len(rows):
+        return []
+    segments = rows["segment"]
+    first = int(segments[0])
+    if (segments == first).all():
+        return [(first, rows)]
+    unique = np.unique(segments).tolist()
+    return [(segment, rows[segments == segment]) for segment in unique]
 
 
 def is_in_use(txn: Transaction, databases: Databases, segment: int) -> bool:

@@ -5,8 +5,9 @@ records stay charged until every rank has given them back. Where the file system
 units only (`BlockUnits`), they stay charged until all of their unit is free, and was given back.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
-import numpy.typing as npt
 
 from tierstore.catalog.pages.budget import Budget, CatalogSize
 from tierstore.catalog.pages.extents import (
@@ -17,8 +18,9 @@ from tierstore.catalog.pages.extents import (
     laid_out_pages,
 )
 from tierstore.catalog.pages.freed_units import FreedUnits
+from tierstore.catalog.pages.order import Order
 from tierstore.catalog.pages.pending import PendingRows
-from tierstore.catalog.pages.segments import Segments
+from tierstore.catalog.pages.segments import Segments, by_segment
 from tierstore.catalog.pages.state import read_state, write_state
 from tierstore.catalog.rows import (
     EXTENT_DTYPE,
@@ -64,7 +66,8 @@ class Space:
         self.budget = Budget.measure(txn, databases, geometry, state, size=size)
         self._stored_state = state.pack()
         self.segments = Segments(txn, databases, state)
-        self.extents = Extents(txn, databases)
+        self._extents = Extents(txn, databases)
+        self.order = Order(txn, databases, state, self._extents)
         self._freed: list[RowArray] = []
         self._shrunk: set[int] = set()
 
@@ -140,7 +143,7 @@ class Space:
             self.segments.charge(row, charged)
             count -= fit
         laid_out = np.array(extents, EXTENT_DTYPE)
-        self.state.writing_count += int(laid_out["count"].sum())
+        self.state.writing_count += sum(count for *_, count in extents)
         return laid_out
 
     def end_writing(self, extents: RowArray) -> RowArray:
@@ -148,10 +151,10 @@ class Space:
 
         A dead segment goes when the last of them has ended.
         """
-        self.state.writing_count -= int(extents["count"].sum())
+        self.state.writing_count -= sum(extents["count"].tolist())
         if self.state.writing_count < 0:
             raise CatalogDamagedError("more records end being written than began")
-        living: npt.NDArray[np.bool_] = np.ones(len(extents), bool)
+        living = [True] * len(extents)
         for index, segment in enumerate(extents["segment"].tolist()):
             row = self.segments.row(segment)
             if row.writing_count == 0:
@@ -160,7 +163,9 @@ class Space:
             if row.state == SegmentState.DEAD:
                 living[index] = False
                 self._shrunk.add(segment)
-        kept: RowArray = extents[living]
+        if all(living):
+            return extents
+        kept: RowArray = extents[np.array(living)]
         return kept
 
     def free_extents(self, extents: RowArray) -> None:
@@ -175,8 +180,8 @@ class Space:
         )
         self._free(runs)
 
-    def free_places(self, places: RowArray) -> None:
-        """Free records that are gone from the catalog, and headers whose last record goes."""
+    def free_places(self, places: RowArray, emptied: Sequence[int]) -> None:
+        """Free records that are gone from the catalog, and the headers of `emptied` extents."""
         header_pages = self._geometry.header_pages
         runs = np.empty(len(places), RUN_DTYPE)
         runs["segment"] = places["segment"]
@@ -184,7 +189,6 @@ class Space:
             places["header_page"] + header_pages + places["index"] * places["stride_pages"]
         )
         runs["page_count"] = places["stride_pages"]
-        emptied = self.extents.free(places)
         if emptied and header_pages:
             headers = [(key >> 32, key & 0xFFFFFFFF, 1) for key in emptied]
             runs = np.concatenate([runs, np.array(headers, RUN_DTYPE)])
@@ -251,7 +255,7 @@ class Space:
     def flush(self) -> None:
         """Write the changed rows into the transaction."""
         self.segments.flush()
-        self.extents.flush()
+        self._extents.flush()
         if self.state.pack() != self._stored_state:  # else an idle transaction would write pages
             write_state(self._txn, self._databases, self.state)
 
@@ -313,6 +317,4 @@ class Space:
 
 
 def _pages_by_segment(runs: RowArray) -> list[tuple[int, int]]:
-    segments, inverse = np.unique(runs["segment"], return_inverse=True)
-    sums = np.bincount(inverse, weights=runs["page_count"]).astype(np.int64)
-    return list(zip(segments.tolist(), sums.tolist(), strict=True))
+    return [(s, int(part["page_count"].sum(dtype=np.int64))) for s, part in by_segment(runs)]

@@ -1,0 +1,161 @@
+"""Groups of records of one extent: what the order of eviction is made of."""
+
+import numpy as np
+import pytest
+from catalog_harness import MIB, Harness
+
+from tierstore.catalog.messages import Evict, RemoveKeys, TouchKeys
+from tierstore.catalog.pages.extent_row import ExtentRow, indices_of
+from tierstore.catalog.pages.order import extent_keys
+from tierstore.catalog.rows import wide_key
+from tierstore.codec.record import PLACE_DTYPE
+from tierstore.errors import CatalogDamagedError
+
+EXTENT_RECORDS = 16
+"""Fewer than an extent may have: a request of so many has one extent."""
+
+
+@pytest.fixture
+def harness(tmp_path):
+    harness = Harness(tmp_path, capacity=32 * MIB, chunk=4096)
+    yield harness
+    harness.catalog.close()
+
+
+def touch(harness, *numbers):
+    harness.writer.handle([TouchKeys(tuple(harness.keys(*numbers)))])
+
+
+def rows(harness, name):
+    database = getattr(harness.catalog._databases, name)
+    with harness.catalog._env.read() as txn, txn.cursor(db=database) as cursor:
+        return dict(cursor)
+
+
+def extent_of(harness, number):
+    (place,) = harness.catalog.locate(harness.keys(number))
+    return wide_key(int(extent_keys(np.frombuffer(place, PLACE_DTYPE))[0]))
+
+
+def change_extent(harness, number, change):
+    """Change the extent row that a record lies in."""
+    extents = harness.catalog._databases.extents
+    key = extent_of(harness, number)
+    with harness.catalog._env.write() as txn:
+        row = ExtentRow.unpack(txn.get(key, db=extents))
+        change(row)
+        txn.put(key, row.pack(), db=extents)
+
+
+def test_a_use_of_a_whole_extent_changes_one_row_of_the_order_and_none_of_a_record(harness):
+    for first in range(0, 3 * EXTENT_RECORDS, EXTENT_RECORDS):
+        harness.store(*range(first, first + EXTENT_RECORDS))
+    records, order, extents = (rows(harness, name) for name in ("records", "order", "extents"))
+    assert len(order) == len(extents) == 3
+    touch(harness, *reversed(range(EXTENT_RECORDS)))
+    assert rows(harness, "records") == records
+    assert len(rows(harness, "order").items() - order.items()) == 1
+    assert len(rows(harness, "order")) == 3
+    assert len(rows(harness, "extents").items() - extents.items()) == 1
+    assert harness.order()[-EXTENT_RECORDS:] == [*reversed(range(EXTENT_RECORDS))]
+    assert harness.catalog.check() == []
+
+
+def test_records_of_one_extent_that_are_used_apart_are_ordered_apart(harness):
+    harness.store(*range(8))
+    touch(harness, 5, 2, 7)
+    assert harness.order() == [6, 4, 3, 1, 0, 5, 2, 7]
+    assert len(rows(harness, "order")) == 3
+    touch(harness, 2)
+    assert harness.order() == [6, 4, 3, 1, 0, 5, 7, 2]
+    harness.reopen()
+    assert harness.order() == [6, 4, 3, 1, 0, 5, 7, 2]
+    touch(harness, *reversed(range(8)))
+    assert harness.order() == [7, 6, 5, 4, 3, 2, 1, 0]
+    assert len(rows(harness, "order")) == 1
+    assert harness.catalog.check() == []
+
+
+def test_a_pin_in_the_middle_of_an_extent_keeps_one_record(harness):
+    harness.store(*range(8))
+    harness.pins.update(harness.keys(5))
+    pages = harness.catalog.geometry.stride_pages(harness.chunk)
+    harness.writer.handle([Evict(3 * pages)])
+    assert harness.order() == [5, 3, 2, 1, 0], "7, 6 and 4 went"
+    harness.writer.handle([Evict(8 * pages)])
+    assert harness.order() == [5]
+    assert harness.catalog.check() == []
+    harness.pins.clear()
+    harness.writer.handle([Evict(pages)])
+    assert rows(harness, "order") == rows(harness, "extents") == rows(harness, "records") == {}
+    assert harness.catalog.check() == []
+
+
+def test_a_removed_record_leaves_its_group(harness):
+    harness.store(*range(4))
+    harness.writer.handle([RemoveKeys(tuple(harness.keys(2)))])
+    assert harness.order() == [3, 1, 0]
+    assert harness.catalog.check() == []
+    harness.store(2)
+    assert harness.order() == [3, 1, 0, 2]
+    assert harness.catalog.check() == []
+
+
+def lose_a_bit(row):
+    ((sequence, bits),) = row.groups.items()
+    row.groups[sequence] = bits & ~1
+
+
+def age(row):
+    row.groups = {sequence - 1: bits for sequence, bits in row.groups.items()}
+
+
+def swap_keys(row):
+    row.names = ExtentRow.of(1, row.keys()[::-1]).names
+
+
+@pytest.mark.parametrize("change", [lose_a_bit, age, swap_keys])
+def test_an_extent_that_contradicts_its_records_or_the_order_is_found(harness, change):
+    harness.store(*range(4))
+    change_extent(harness, 0, change)
+    assert harness.catalog.check() != []
+
+
+def test_an_eviction_that_meets_such_an_extent_changes_nothing(harness):
+    harness.store(*range(4))
+    change_extent(harness, 0, swap_keys)
+    before = {name: rows(harness, name) for name in ("records", "order", "extents")}
+    harness.writer.handle([Evict(1)])
+    assert harness.writer.failure_count == 1
+    assert {name: rows(harness, name) for name in before} == before
+
+
+def test_a_group_begins_with_its_oldest_record():
+    assert indices_of(0b1011) == [3, 1, 0]
+
+
+KEYS = [b"k" * 44, b"l" * 44, b"m" * 60]
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [{}, {1: 0}, {1: 0b11, 2: 0b10}, {1: 0b1000}, dict.fromkeys(range(4), 1)],
+    ids=["none", "empty", "shared", "beyond", "too many"],
+)
+def test_groups_that_contradict_each_other_are_damage(groups):
+    row = ExtentRow.of(1, KEYS)
+    row.groups = groups
+    with pytest.raises(CatalogDamagedError):
+        ExtentRow.unpack(row.pack())
+
+
+def test_an_extent_row_that_is_cut_or_has_a_rest_is_damage():
+    row = ExtentRow.of(1, KEYS)
+    row.groups = {7: 0b101, 9: 0b010}
+    packed = row.pack()
+    assert ExtentRow.unpack(packed) == row
+    for length in range(len(packed)):
+        with pytest.raises(CatalogDamagedError):
+            ExtentRow.unpack(packed[:length])
+    with pytest.raises(CatalogDamagedError):
+        ExtentRow.unpack(packed + b"x")
