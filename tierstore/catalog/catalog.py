@@ -32,6 +32,7 @@ from tierstore.errors import (
 from tierstore.key import OffloadKey
 from tierstore.layout import PAGE_BYTES
 from tierstore.lmdb_env.library import Transaction
+from tierstore.lmdb_env.pace import UNHURRIED, VerifyPace
 from tierstore.manifest import Manifest
 from tierstore.tier_events import SecondaryStats
 from tierstore.transfer import Place
@@ -64,17 +65,21 @@ class Catalog:
         *,
         rank_count: int,
         system: SystemCalls | None = None,
+        pace: VerifyPace = UNHURRIED,
     ) -> Self:
         """Open or create the catalog, compare the manifest, become an owner.
 
-        `system` is what the configuration says unless it is given.
+        `system` is what the configuration says unless it is given. Files are verified in steps of
+        `pace`.
 
         Raises:
+            ClosedError: see `VerifyPace.step`.
             CatalogError: it cannot be opened; the message says what to do.
             ManifestError: the namespace is stored with another manifest.
             ConfigError: the capacity is too small, or the path belongs to another kind of tier.
         """
-        return cls(config, Entry.make(config, manifest, rank_count=rank_count, system=system))
+        entry = Entry.make(config, manifest, rank_count=rank_count, system=system, pace=pace)
+        return cls(config, entry)
 
     @property
     def owner(self) -> int:

@@ -5,7 +5,7 @@ import secrets
 
 from xxhash import xxh3_64_intdigest
 
-from tierstore.backend.inventory import stored_segments, trim_segments
+from tierstore.backend.inventory import trim_segments
 from tierstore.bounded_log import bounded
 from tierstore.catalog.check import verify_sums
 from tierstore.catalog.owners import OwnerLock, is_owner_dead, remove_dead
@@ -28,7 +28,6 @@ from tierstore.errors import (
     ConfigError,
     ManifestError,
 )
-from tierstore.geometry import SpaceGeometry
 from tierstore.lmdb_env.library import Transaction
 from tierstore.lmdb_env.seal import SealFindings
 from tierstore.manifest import Manifest, namespace_of
@@ -38,6 +37,8 @@ __all__ = [
     "enter_owner",
     "enter_state",
     "enter_units",
+    "find_own_state",
+    "merge_units",
     "must_verify",
     "require_version",
 ]
@@ -80,14 +81,15 @@ def must_verify(txn: Transaction, databases: Databases, findings: SealFindings) 
     """Return whether the rows must be verified: there are some, and no seal that fits.
 
     A power cut may mix older pages into them. Pages carry no mark of their age: a tree may be
-    whole, and say what was never true. An opener that is not alone relies on the first one.
+    whole, and say what was never true. An opener that is not alone relies on the first one, which
+    let no other in before it was done.
     """
-    if findings.is_proven or not (findings.is_alone or findings.is_suspect):
+    if findings.is_proven or not findings.is_alone:
         return False
     return any(txn.stat(db=database)["entries"] for database in databases.all())
 
 
-def enter_units(
+def merge_units(
     txn: Transaction, databases: Databases, measured: BlockUnits, *, is_certain: bool
 ) -> BlockUnits:
     """Return the units by which the path is accounted: ours, or larger ones from before.
@@ -98,50 +100,82 @@ def enter_units(
     Raises:
         CatalogDamagedError: what is there is accounted by smaller ones; or the row is damaged.
     """
+    stored = _stored_units(txn, databases)
+    units = stored.merged(measured)
+    if units == stored or not txn.stat(db=databases.segments)["entries"]:
+        return units
+    if not is_certain:
+        return stored
+    raise CatalogDamagedError(
+        "what it holds is accounted by smaller pieces than the file system below it gives out "
+        f"and takes back now: {units}, not {stored}"
+    )
+
+
+def enter_units(
+    txn: Transaction, databases: Databases, measured: BlockUnits, *, is_certain: bool
+) -> BlockUnits:
+    """Enter and return the units by which the path is accounted: see `merge_units`.
+
+    Raises:
+        CatalogDamagedError: as `merge_units`.
+    """
+    units = merge_units(txn, databases, measured, is_certain=is_certain)
+    if units != _stored_units(txn, databases):
+        txn.put(_UNITS_KEY, units.pack(), db=databases.state)
+    return units
+
+
+def _stored_units(txn: Transaction, databases: Databases) -> BlockUnits:
     value = txn.get(_UNITS_KEY, db=databases.state)
     stored = PAGE_UNITS if value is None else BlockUnits.unpack(value)
     if stored is None:
         raise CatalogDamagedError("the units of the file system are damaged")
-    units = stored.merged(measured)
-    if units == stored:
-        return stored
-    if txn.stat(db=databases.segments)["entries"]:
-        if not is_certain:
-            return stored
-        raise CatalogDamagedError(
-            "what it holds is accounted by smaller pieces than the file system below it gives out "
-            f"and takes back now: {units}, not {stored}"
-        )
-    txn.put(_UNITS_KEY, units.pack(), db=databases.state)
-    return units
+    return stored
+
+
+def find_own_state(
+    txn: Transaction,
+    databases: Databases,
+    config: SecondaryConfig,
+    rank_count: int,
+    *,
+    is_suspect: bool,
+) -> StateRow | None:
+    """Return the state, compared with its segments and with ours; None: the catalog is new.
+
+    Raises:
+        CatalogDamagedError: rows contradict each other; or, in a file that `is_suspect`, us.
+        ConfigError: the path belongs to another kind of tier.
+    """
+    state = find_state(txn, databases)
+    if state is not None:
+        verify_sums(txn, databases, state)
+        _require_kind(config, state, rank_count, is_suspect=is_suspect)
+    return state
 
 
 def enter_state(
     txn: Transaction,
     databases: Databases,
     config: SecondaryConfig,
-    geometry: SpaceGeometry,
+    rank_count: int,
     segments: dict[int, int],
     *,
     is_suspect: bool,
 ) -> StateRow:
     """Return the state, compared with ours, with all `segments` that lie below the path charged.
 
+    O(segments).
+
     Raises:
-        CatalogDamagedError: rows contradict each other; or, in a file that `is_suspect`, us.
-        ConfigError: the path belongs to another kind of tier.
+        CatalogDamagedError, ConfigError: as `find_own_state`.
     """
-    backend = _backend_number(config.backend)
-    rank_count = geometry.rank_count
-    state = find_state(txn, databases)
+    state = find_own_state(txn, databases, config, rank_count, is_suspect=is_suspect)
     if state is None:
-        state = _first_state(backend, rank_count)
-        if config.backend == "lmdb":
-            segments = stored_segments(config, geometry)
+        state = _first_state(_backend_number(config.backend), rank_count)
         release_unreferenced(txn, databases, state, segments)
         return state
-    verify_sums(txn, databases, state)
-    _require_kind(config, state, backend, rank_count, is_suspect=is_suspect)
     release_unreferenced(txn, databases, state, segments)
     if config.backend != "lmdb":
         trim_segments(config, _charged_segments(txn, databases))
@@ -156,8 +190,9 @@ def _backend_number(name: str) -> int:
 
 
 def _require_kind(
-    config: SecondaryConfig, state: StateRow, backend: int, rank_count: int, *, is_suspect: bool
+    config: SecondaryConfig, state: StateRow, rank_count: int, *, is_suspect: bool
 ) -> None:
+    backend = _backend_number(config.backend)
     if len(_BACKENDS) <= state.backend < _PLUG_IN_MIN or not 0 < state.rank_count < _RANK_COUNT_END:
         raise CatalogDamagedError("its kind of tier is unknown")
     is_ours = state.backend == backend

@@ -6,19 +6,19 @@ environment by reference count. Every exception of the library is translated her
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar, Self
 
-from tierstore.device.marker import open_below
-from tierstore.device.remedies import explain
 from tierstore.device.system import SYSTEM, DatabasePoint, SystemCalls
 from tierstore.errors import BackendBusyError, BackendError, ClosedError
 from tierstore.lmdb_env.errors import translate, translate_memory, translate_os
 from tierstore.lmdb_env.library import Database, LibraryError, Transaction, ViewTransaction
-from tierstore.lmdb_env.opening import OpenFiles
+from tierstore.lmdb_env.opening import OpenFiles, open_directory
+from tierstore.lmdb_env.pace import UNHURRIED, VerifyPace
 from tierstore.lmdb_env.registry import FileId, Registry
+from tierstore.lmdb_env.seal import announce
 
 __all__ = ["LmdbEnv"]
 
@@ -80,6 +80,8 @@ class LmdbEnv:
         wait_seconds_max: float = _OPENING_SECONDS_MAX,
         writer_seconds_max: float = _WRITER_SECONDS_MAX,
         system: SystemCalls = SYSTEM,
+        verify: Callable[["LmdbEnv"], None] | None = None,
+        pace: VerifyPace = UNHURRIED,
     ) -> Self:
         """Open or create the environment below `directory`, which is made if needed.
 
@@ -96,26 +98,27 @@ class LmdbEnv:
         flushes what it wrote before it names it: a power cut undoes at most the last one that
         `sync` has not flushed. `readahead` is for large values: without it the kernel reads them
         page by page. `system` is told of the points of its use. `writer_seconds_max` bounds how
-        long `write` waits for other writers.
+        long `write` waits for other writers. `verify` is called if no other process has it open,
+        and none can open it meanwhile; what it raises is raised here. `pace` is that of the
+        verification; ended, it has changed nothing.
 
         Raises:
+            ClosedError: see `VerifyPace.step`.
             BackendBusyError: another process or thread keeps it from being opened for longer than
                 `wait_seconds_max`; the message names it.
             BackendError: it cannot be opened; the message says what to do.
         """
-        try:
-            files = open_below(tier, directory, create=True, system=system)
-        except OSError as error:
-            raise BackendError(explain(directory, error)) from error
-        shared: LmdbEnv | None = None
+        files = open_directory(tier, directory, system)
+        is_taken = False
         try:
             status = os.fstat(files.descriptor)
             key = (status.st_dev, status.st_ino)
             system = system.at_database(directory)
+            announce(files, pace)
             with cls._registry.held(key, directory, wait_seconds_max) as lock:
                 shared = cls._find_shared(key, directory)
                 if shared is None:
-                    opened = OpenFiles.open(
+                    with OpenFiles.opened(
                         files,
                         map_bytes,
                         readahead=readahead,
@@ -123,15 +126,28 @@ class LmdbEnv:
                         wait_seconds_max=wait_seconds_max,
                         writer_seconds_max=writer_seconds_max,
                         system=system,
-                    )
-                    shared = cls(opened, key, lock, system=system)
+                        pace=pace,
+                    ) as opened:
+                        shared = cls(opened, key, lock, system=system)
+                        shared._let_verify(verify)
                     cls._registry.put(key, shared)
+                    is_taken = True
                 shared._is_sealed |= sealed
                 shared._reference_count += 1
                 return shared  # type: ignore[return-value]
         finally:
-            if shared is None or shared._files.directory is not files:
+            if not is_taken:
                 files.close()
+
+    def _let_verify(self, verify: Callable[["LmdbEnv"], None] | None) -> None:
+        """Let it be used by one thread, while nobody else can open it."""
+        if verify is None or not self.findings.is_alone:
+            return
+        self._reference_count = 1
+        try:
+            verify(self)
+        finally:
+            self._reference_count = 0
 
     @classmethod
     def _find_shared(cls, key: FileId, directory: Path) -> "LmdbEnv | None":

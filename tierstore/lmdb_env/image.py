@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.device.system import read_up_to_end
+from tierstore.lmdb_env.pace import UNHURRIED, VerifyPace
 from tierstore.lmdb_env.page import META_DTYPE, Numbers, Words, damage
 
 __all__ = ["META_COUNT", "Image", "image_bytes"]
@@ -30,7 +31,7 @@ _TRANSACTION_BITS = 48
 class Image:
     """One data file, by a descriptor that the caller keeps open."""
 
-    def __init__(self, descriptor: int, page_count_max: int) -> None:
+    def __init__(self, descriptor: int, page_count_max: int, pace: VerifyPace = UNHURRIED) -> None:
         """Read and verify the meta pages.
 
         Raises:
@@ -39,6 +40,7 @@ class Image:
             OSError: the file cannot be read.
         """
         self.descriptor = descriptor
+        self.pace = pace
         self.size_bytes = os.fstat(descriptor).st_size
         self.page_bytes = 0
         meta = self.meta = self._read_metas()
@@ -68,6 +70,7 @@ class Image:
                 if read_up_to_end(os.preadv, self.descriptor, part, offset) < len(part):
                     damage(f"page {first + end - begin - 1}", "beyond the end of the file")
             yield block, content.view(np.uint16)
+            self.pace.step()
 
     def read(self, offset: int, size: int) -> bytes:
         """Read so many bytes.

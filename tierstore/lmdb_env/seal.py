@@ -25,9 +25,20 @@ from tierstore.device.directory import Directory
 from tierstore.errors import BackendError
 from tierstore.lmdb_env.image import image_bytes
 from tierstore.lmdb_env.lock import LIBRARY_LOCK_NAME, library_lock, opening_lock
+from tierstore.lmdb_env.pace import UNHURRIED, VerifyPace
 from tierstore.lmdb_env.verify import find_damage
 
-__all__ = ["DATA_NAME", "SealFindings", "admit", "distrust", "file_ids", "replace_damaged", "seal"]
+__all__ = [
+    "DATA_NAME",
+    "SealFindings",
+    "admit",
+    "announce",
+    "break_seal",
+    "distrust",
+    "file_ids",
+    "replace_damaged",
+    "seal",
+]
 
 _logger = bounded(logging.getLogger(__name__))
 
@@ -47,6 +58,10 @@ _HOLES_BYTES_MAX = 1 << 30
 """A file with larger holes was not written by the library; it would be read for hours."""
 
 _CAUSE_BYTES_MAX = 1000
+_FILE_WAIT_SECONDS = 0.3
+"""A long file that is as it was left is open after that in most cases."""
+_PAGES_WAIT_SECONDS = 0.05
+"""To wait longer would not help: the pages of a long file, and then its rows, take seconds."""
 _SEAL_WAIT_SECONDS_MAX = 5.0
 """A closing process waits so long for others that open or close; no seal does no harm."""
 
@@ -65,12 +80,26 @@ class SealFindings:
     """It is as it was left, bit by bit."""
 
 
-def admit(directory: Directory, *, map_bytes: int, wait_seconds_max: float) -> SealFindings:
+def announce(directory: Directory, pace: VerifyPace) -> None:
+    """Let it be known how long the opening may take, whoever verifies the file."""
+    with suppress(OSError):  # there is none yet
+        pace.begin(directory.status(DATA_NAME).st_size, _FILE_WAIT_SECONDS)
+
+
+def admit(
+    directory: Directory,
+    *,
+    map_bytes: int,
+    wait_seconds_max: float,
+    pace: VerifyPace = UNHURRIED,
+) -> SealFindings:
     """Prepare the files for the library, and verify them unless another process has them open.
 
-    A damaged data file is removed, so that the library starts a new one. Under `opening_lock`.
+    A damaged data file is removed, so that the library starts a new one. Under `opening_lock`. In
+    steps of `pace`; one that is ended has changed nothing.
 
     Raises:
+        ClosedError: see `VerifyPace.step`.
         BackendError: see `library_lock` and `Directory.open_file`.
         OSError: the files cannot be read or written.
     """
@@ -80,22 +109,31 @@ def admit(directory: Directory, *, map_bytes: int, wait_seconds_max: float) -> S
         if not lock.is_alone:
             _require_data(directory)
             return SealFindings(is_suspect=bool(sealed), is_alone=False)
-        seal_fits = _fits(sealed, directory)
+        seal_fits = _fits(sealed, directory, pace)
         damage = _noted_damage(directory)
         if not damage and seal_fits is not True:
-            damage = _find_damage(directory, map_bytes)
+            damage = _find_damage(directory, map_bytes, pace)
         if damage:
             _remove(directory, damage)
         is_suspect = seal_fits is False and not damage
-        if not is_suspect:
-            # Last, so that a process that is killed before has changed nothing. A suspicion stays
-            # until the next seal: it concerns openers, too, that come before the rows are verified.
-            with suppress(FileNotFoundError):
-                directory.unlink(_SEAL)
         # Not by the library: its file would have the mode that the process's mask leaves.
         os.close(directory.open_file(DATA_NAME, os.O_RDWR | os.O_CREAT))
         is_proven = seal_fits is True and not damage
         return SealFindings(damage, is_suspect=is_suspect, is_proven=is_proven)
+
+
+def break_seal(directory: Directory, findings: SealFindings) -> None:
+    """Remove the seal of a file that is used from now on. Under `opening_lock`.
+
+    Last, so that a process that is killed before, or refuses the file, has changed nothing. A
+    suspicion stays until the next seal.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    if findings.is_alone and not findings.is_suspect:
+        with suppress(FileNotFoundError):
+            directory.unlink(_SEAL)
 
 
 def replace_damaged(
@@ -180,19 +218,19 @@ def _remove(directory: Directory, damage: str) -> None:
     )
 
 
-def _fits(sealed: bytes, directory: Directory) -> bool | None:
+def _fits(sealed: bytes, directory: Directory, pace: VerifyPace) -> bool | None:
     """Return whether a seal fits; None: there is none, or it is damaged itself."""
     expected, checksum = sealed[: _SEALED.size], sealed[_SEALED.size :]
     if checksum != _CHECKSUM.pack(xxh3_64_intdigest(expected)):
         return None
     try:
-        fingerprint = _fingerprint(directory, size_bytes=_SEALED.unpack(expected)[0])
+        fingerprint = _fingerprint(directory, _SEALED.unpack(expected)[0], pace)
     except FileNotFoundError:
         return None
     return fingerprint is not None and _SEALED.pack(*fingerprint) == expected
 
 
-def _find_damage(directory: Directory, map_bytes: int) -> str:
+def _find_damage(directory: Directory, map_bytes: int, pace: VerifyPace) -> str:
     """Return what is wrong with the data file; cut off what lies behind a sound one."""
     try:
         descriptor = directory.open_file(DATA_NAME, os.O_RDWR)
@@ -205,7 +243,8 @@ def _find_damage(directory: Directory, map_bytes: int) -> str:
         # A map may be of any size. The last pages of a file may be missing: allocated, and
         # freed before they were written.
         bytes_max = min(map_bytes, 2 * status.st_size + _UNWRITTEN_BYTES_MAX)
-        damage = find_damage(descriptor, page_count_max=bytes_max // _PAGE_BYTES_MIN)
+        pace.begin(status.st_size, _PAGES_WAIT_SECONDS)
+        damage = find_damage(descriptor, page_count_max=bytes_max // _PAGE_BYTES_MIN, pace=pace)
         if not damage and status.st_size:
             _cut_off(descriptor, image_bytes(descriptor))
     except MemoryError:
@@ -222,7 +261,9 @@ def _cut_off(descriptor: int, size_bytes: int) -> None:
         os.ftruncate(descriptor, size_bytes)
 
 
-def _fingerprint(directory: Directory, size_bytes: int | None = None) -> tuple[int, int] | None:
+def _fingerprint(
+    directory: Directory, size_bytes: int | None = None, pace: VerifyPace = UNHURRIED
+) -> tuple[int, int] | None:
     """Return size and checksum; about 35 ms for 200 MiB in the kernel's cache.
 
     None: the file is of another size than `size_bytes`, or has too large holes to be read.
@@ -238,6 +279,7 @@ def _fingerprint(directory: Directory, size_bytes: int | None = None) -> tuple[i
         while count := os.readv(descriptor, [buffer]):
             checksum.update(buffer[:count])
             size += count
+            pace.step()
     finally:
         os.close(descriptor)
     return size, checksum.intdigest()

@@ -1,12 +1,13 @@
 """Verification of a tier's pages: extents, segments and sums recomputed from the records."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.catalog.pages.extent_row import ExtentRow
 from tierstore.catalog.pages.order import extent_keys
+from tierstore.catalog.pages.said_extents import SAID, halves, read_extents
 from tierstore.catalog.rows import (
     Databases,
     PendingRow,
@@ -17,16 +18,23 @@ from tierstore.catalog.rows import (
     extent_key,
     parse_number,
 )
+from tierstore.codec.record import EXTENT_RECORDS_MAX
 from tierstore.geometry import SpaceGeometry
 from tierstore.lmdb_env.library import Transaction
+from tierstore.lmdb_env.pace import UNHURRIED, VerifyPace
 
 __all__ = ["PageCheck"]
 
-_NO_SEGMENTS = np.empty(0, np.uint32)
+_NUMBER_MAX = 1 << 31
+"""Pages of a segment have fewer bits: a product of two larger numbers is wrong in any case."""
+_PROBLEMS_MAX = 100
 
 
 class PageCheck:
-    """Compares the rows of pages, as one transaction sees them, with the records."""
+    """Compares the rows of pages, as one transaction sees them, with the records.
+
+    About 40 bytes per extent, and none per record.
+    """
 
     def __init__(
         self,
@@ -34,109 +42,139 @@ class PageCheck:
         databases: Databases,
         geometry: SpaceGeometry,
         state: StateRow,
-        places: RowArray,
         *,
         has_garbage: bool,
+        pace: VerifyPace = UNHURRIED,
     ) -> None:
-        """`places` are those of the records that count; `has_garbage`: there are others, perhaps.
+        """`has_garbage`: there are records that do not count, perhaps. In steps of `pace`.
 
         Raises:
             CatalogDamagedError: a row cannot be decoded.
+            ClosedError: see `VerifyPace.step`.
         """
         self._geometry = geometry
         self._state = state
-        self._places = places
         self._has_garbage = has_garbage
         with txn.cursor(db=databases.segments) as cursor:
             self._segments = {
                 int.from_bytes(key, "big"): SegmentRow.unpack(value) for key, value in cursor
             }
-        with txn.cursor(db=databases.extents) as cursor:
-            self._extents = {
-                int.from_bytes(key, "big"): ExtentRow.unpack(value) for key, value in cursor
-            }
         with txn.cursor(db=databases.pending) as cursor:
             self._pending = [PendingRow.unpack(value) for _, value in cursor]
         with txn.cursor(db=databases.units) as cursor:
             self._units = {int.from_bytes(key, "big"): parse_number(value) for key, value in cursor}
+        self._extents = read_extents(txn, databases, pace)
+        self._file_pages = self._said_file_pages()
+        self._found = np.zeros(len(self._extents), np.int64)
+        """How many records each extent has."""
+        self._taken = np.zeros(len(self._extents) * EXTENT_RECORDS_MAX, bool)
+        """Places in extents that have a record."""
+        self._record_count = 0
+        self._records: dict[int, int] = {}
+        self._payload: dict[int, int] = {}
+        self._unknown: dict[int, int] = {}
+        """Records without an extent, by its key."""
+        self._misplaced: list[str] = []
+
+    def add(self, places: RowArray) -> None:
+        """Take the places of some more of the records that count."""
+        self._record_count += len(places)
+        _add_sums(self._records, places["segment"])
+        _add_sums(self._payload, places["segment"], places["payload_bytes"])
+        keys = extent_keys(places)
+        at = np.searchsorted(self._extents["key"], keys)
+        at[at == len(self._extents)] = 0
+        known = self._extents["key"][at] == keys if len(self._extents) else np.zeros(len(at), bool)
+        if not known.all():
+            unknown, counts = np.unique(keys[~known], return_counts=True)
+            for key, count in zip(unknown.tolist(), counts.tolist(), strict=True):
+                if key in self._unknown or len(self._unknown) < _PROBLEMS_MAX:
+                    self._unknown[key] = self._unknown.get(key, 0) + count
+            keys, at, places = keys[known], at[known], places[known]
+        np.add.at(self._found, at, 1)
+        fits = self._fits(at, places)
+        for key in keys[~fits][:_PROBLEMS_MAX].tolist():
+            self._complain(f"a record does not fit its extent {key:#x}")
+        slots = at[fits] * EXTENT_RECORDS_MAX + places["index"][fits]
+        if self._taken[slots].any() or len(np.unique(slots)) < len(slots):
+            self._complain("two records share a place")
+        self._taken[slots] = True
 
     def problems(self) -> list[str]:
-        """Return the violations in words; empty when the rows are sound."""
+        """Return the violations in words, when all records were added; empty: the rows are sound.
+
+        At most a hundred of each kind.
+        """
         return [
-            *self._record_problems(),
-            *self._overlap_problems(),
-            *self._segment_problems(),
+            *self._misplaced,
+            *islice(self._extent_problems(), _PROBLEMS_MAX),
+            *islice(self._overlap_problems(), _PROBLEMS_MAX),
+            *islice(self._segment_problems(), _PROBLEMS_MAX),
             *self._state_problems(),
         ]
 
-    def _record_problems(self) -> Iterator[str]:
-        """Every record lies in a known extent, and extents count their records rightly."""
-        places = self._places
-        keys = extent_keys(places)
-        unique, counts = np.unique(keys, return_counts=True)
-        live = dict(zip(unique.tolist(), counts.tolist(), strict=True))
-        for key in live.keys() | self._extents.keys():
-            row = self._extents.get(key)
-            if self._is_garbage(key >> 32):
-                if key in live:
-                    yield f"{live[key]} records lie in a segment that is dead or gone"
-                elif not self._has_garbage:
-                    yield f"extent {key:#x} lies in a segment that is dead or gone"
-            elif row is None:
-                yield f"{live[key]} records lie in the unknown extent {key:#x}"
-            elif row.live_count != live.get(key, 0):
-                yield f"extent {key:#x} counts {row.live_count} records, has {live.get(key, 0)}"
-        slots = np.lexsort((places["index"], keys))
-        twins = (np.diff(keys[slots]) == 0) & (
-            np.diff(places["index"][slots].astype(np.int64)) == 0
-        )
-        if twins.any():
-            yield "two records share a place"
-        for index in self._misfits(unique, keys, places).tolist():
-            yield f"a record does not fit its extent {int(keys[index]):#x}"
+    def _complain(self, problem: str) -> None:
+        if len(self._misplaced) < _PROBLEMS_MAX:
+            self._misplaced.append(problem)
 
-    def _misfits(
-        self, unique: npt.NDArray[np.uint64], keys: npt.NDArray[np.uint64], places: RowArray
-    ) -> npt.NDArray[np.intp]:
-        """Return the indices of records that are not as their known extents say."""
-        rows = [self._extents.get(key) for key in unique.tolist()]
-        said = np.array(
-            [
-                (True, row.stride_pages, row.record_count, self._file_pages(key, row))
-                if row
-                else (False, 0, 0, 0)
-                for key, row in zip(unique.tolist(), rows, strict=True)
-            ],
-            [("known", "?"), ("stride", "<i8"), ("count", "<i8"), ("file_pages", "<i8")],
-        )[np.searchsorted(unique, keys)]
+    def _fits(self, at: npt.NDArray[np.intp], places: RowArray) -> npt.NDArray[np.bool_]:
+        """Return of each record whether it is as its extent says."""
+        said = self._extents[at]
         sizes, size_of = np.unique(places["payload_bytes"], return_inverse=True)
         strides = np.array(list(map(self._geometry.stride_pages, sizes.tolist())), np.int64)
-        return np.flatnonzero(
-            said["known"]
-            & (
-                (places["segment_pages"] != said["file_pages"])
-                | (places["stride_pages"] != said["stride"])
-                | (places["index"] >= said["count"])
-                | (strides[size_of] != said["stride"])
-            )
+        fits: npt.NDArray[np.bool_] = places["segment_pages"] == self._file_pages[at]
+        fits &= places["stride_pages"] == said["stride"]
+        fits &= places["index"] < np.minimum(said["count"], EXTENT_RECORDS_MAX)
+        fits &= strides[size_of] == said["stride"]
+        return fits
+
+    def _said_file_pages(self) -> npt.NDArray[np.int64]:
+        """Return how long the file of each extent has to be; 0: its segment is gone."""
+        extents = self._extents
+        page_counts = self._of_segments(extents, lambda row: row.page_count)
+        ends = halves(extents)[1] + self._pages_of(extents)
+        pages = self._geometry.file_pages(ends, page_counts)  # type: ignore[arg-type]
+        return np.where(page_counts, pages, 0)
+
+    def _extent_problems(self) -> Iterator[str]:
+        """Every record lies in a known extent, and extents count their records rightly."""
+        for key, count in self._unknown.items():
+            if self._is_garbage(key >> 32):
+                yield f"{count} records lie in a segment that is dead or gone"
+            else:
+                yield f"{count} records lie in the unknown extent {key:#x}"
+        extents, found = self._extents, self._found
+        is_garbage = self._of_segments(extents, self._is_row_garbage, 1) != 0
+        wrong = np.where(
+            is_garbage, (found > 0) | (not self._has_garbage), extents["live"] != found
         )
+        for at in np.flatnonzero(wrong).tolist():
+            key, count = int(extents["key"][at]), int(found[at])
+            if not is_garbage[at]:
+                yield f"extent {key:#x} counts {extents['live'][at]} records, has {count}"
+            elif count:
+                yield f"{count} records lie in a segment that is dead or gone"
+            else:
+                yield f"extent {key:#x} lies in a segment that is dead or gone"
 
     def _overlap_problems(self) -> Iterator[str]:
         """Extents lie one behind the other, within what their segment has given out."""
-        ends: dict[int, int] = {}
-        for key, page_count in sorted(self._all_extents()):
-            segment, first_page = key >> 32, key & 0xFFFFFFFF
-            row = self._segments.get(segment)
-            if self._is_garbage(segment) and self._has_garbage:
-                continue
-            if row is None:
-                yield f"extent {key:#x} lies in an unknown segment"
-                continue
-            if first_page < ends.get(segment, 0):
-                yield f"extent {key:#x} overlaps the one before it"
-            ends[segment] = first_page + page_count
-            if ends[segment] > row.next_page or row.next_page > row.page_count:
-                yield f"extent {key:#x} reaches beyond what was given out"
+        extents = np.concatenate([self._extents, self._writing_extents()])
+        extents = extents[np.argsort(extents["key"])]
+        if self._has_garbage:
+            extents = extents[self._of_segments(extents, self._is_row_garbage, 1) == 0]
+        segments, firsts = halves(extents)
+        ends = firsts + self._pages_of(extents)
+        page_counts = self._of_segments(extents, lambda row: row.page_count, -1)
+        next_pages = self._of_segments(extents, lambda row: row.next_page)
+        for at in np.flatnonzero(page_counts < 0).tolist():
+            yield f"extent {int(extents['key'][at]):#x} lies in an unknown segment"
+        overlaps = (segments[1:] == segments[:-1]) & (firsts[1:] < ends[:-1])
+        for at in (np.flatnonzero(overlaps) + 1).tolist():
+            yield f"extent {int(extents['key'][at]):#x} overlaps the one before it"
+        beyond = (page_counts >= 0) & ((ends > next_pages) | (next_pages > page_counts))
+        for at in np.flatnonzero(beyond).tolist():
+            yield f"extent {int(extents['key'][at]):#x} reaches beyond what was given out"
 
     def _segment_problems(self) -> Iterator[str]:
         """A segment's pages, writes and records are the sums of its parts."""
@@ -165,17 +203,14 @@ class PageCheck:
 
     def _count_problems(self) -> Iterator[str]:
         """Segments count what is written to them, and their records."""
-        writing = _sums(
-            np.concatenate([row.extents["segment"] for row in self._pending] or [_NO_SEGMENTS])
-        )
-        places = self._places
-        records = _sums(places["segment"])
-        payload = _sums(places["segment"], places["payload_bytes"])
+        writing: dict[int, int] = {}
+        for pending in self._pending:
+            _add_sums(writing, pending.extents["segment"])
         for segment, row in self._segments.items():
             for name, said, found in (
                 ("extents being written", row.writing_count, writing.get(segment, 0)),
-                ("records", row.record_count, records.get(segment, 0)),
-                ("payload bytes", row.payload_bytes, payload.get(segment, 0)),
+                ("records", row.record_count, self._records.get(segment, 0)),
+                ("payload bytes", row.payload_bytes, self._payload.get(segment, 0)),
             ):
                 if said != found:
                     yield f"segment {segment}: {name}: accounted {said}, found {found}"
@@ -198,15 +233,22 @@ class PageCheck:
         row = self._segments.get(segment)
         return row is None or row.state == SegmentState.DEAD
 
-    def _file_pages(self, key: int, extent: ExtentRow) -> int:
-        row = self._segments.get(key >> 32)
-        end = (key & 0xFFFFFFFF) + self._extent_pages(extent.record_count, extent.stride_pages)
-        return 0 if row is None else self._geometry.file_pages(end, row.page_count)
+    @staticmethod
+    def _is_row_garbage(row: SegmentRow) -> int:
+        return int(row.state == SegmentState.DEAD)
+
+    def _of_segments(
+        self, extents: RowArray, value_of: Callable[[SegmentRow], int], missing: int = 0
+    ) -> npt.NDArray[np.int64]:
+        """Return a value of the segment row of each extent."""
+        unique, at = np.unique(halves(extents)[0], return_inverse=True)
+        rows = [self._segments.get(segment) for segment in unique.tolist()]
+        values = [missing if row is None else value_of(row) for row in rows]
+        return np.array(values, np.int64)[at]
 
     def _state_problems(self) -> Iterator[str]:
         """The sums over all segments and records are those of the state row."""
         rows = self._segments.values()
-        payload = self._places["payload_bytes"].sum(dtype=np.int64)
         if not self._geometry.is_file and any(
             row.rank_count != self._state.rank_count for row in rows
         ):
@@ -222,38 +264,36 @@ class PageCheck:
                 self._state.pending_pages,
                 sum(row.pending_pages * row.rank_count for row in rows),
             ),
-            ("payload bytes", self._state.payload_bytes, int(payload)),
+            ("payload bytes", self._state.payload_bytes, sum(self._payload.values())),
             (
                 "records being written",
                 self._state.writing_count,
                 sum(int(row.extents["count"].sum()) for row in self._pending),
             ),
-            ("records", self._state.record_count, len(self._places)),
+            ("records", self._state.record_count, self._record_count),
         ):
             if said != found:
                 yield f"{name}: accounted {said}, found {found}"
 
-    def _all_extents(self) -> Iterator[tuple[int, int]]:
-        for key, row in self._extents.items():
-            yield key, self._extent_pages(row.record_count, row.stride_pages)
-        for pending in self._pending:
-            for extent in pending.extents:
-                key = extent_key(int(extent["segment"]), int(extent["header_page"]))
-                yield key, self._extent_pages(int(extent["count"]), int(extent["stride_pages"]))
+    def _writing_extents(self) -> RowArray:
+        """Return the extents that are being written, as `SAID`."""
+        rows = [
+            (extent_key(segment, header_page), count, count, stride)
+            for pending in self._pending
+            for segment, header_page, stride, count in pending.extents.tolist()
+        ]
+        return np.array(rows, SAID)
 
-    def _extent_pages(self, record_count: int, stride_pages: int) -> int:
-        return self._geometry.header_pages + record_count * stride_pages
+    def _pages_of(self, extents: RowArray, counts: str = "count") -> npt.NDArray[np.int64]:
+        """Return the pages of each extent, with as many records as a field says."""
+        records = np.minimum(extents[counts], _NUMBER_MAX)
+        pages: npt.NDArray[np.int64] = records * np.minimum(extents["stride"], _NUMBER_MAX)
+        return pages + self._geometry.header_pages
 
     def _held_pages(self) -> dict[int, int]:
         held: dict[int, int] = {}
-        for key, row in self._extents.items():
-            pages = self._extent_pages(row.live_count, row.stride_pages)
-            held[key >> 32] = held.get(key >> 32, 0) + pages
-        for pending in self._pending:
-            for extent in pending.extents:
-                segment = int(extent["segment"])
-                pages = self._extent_pages(int(extent["count"]), int(extent["stride_pages"]))
-                held[segment] = held.get(segment, 0) + pages
+        for extents in (self._extents, self._writing_extents()):
+            _add_sums(held, halves(extents)[0], self._pages_of(extents, "live"))
         return held
 
     def _freed_pages(self) -> dict[int, int]:
@@ -272,9 +312,14 @@ class PageCheck:
         return pages
 
 
-def _sums(
-    segments: npt.NDArray[np.uint32], weights: npt.NDArray[np.uint32] | None = None
-) -> dict[int, int]:
-    unique, inverse = np.unique(segments, return_inverse=True)
-    sums = np.bincount(inverse, weights=weights, minlength=len(unique)).astype(np.int64)
-    return dict(zip(unique.tolist(), sums.tolist(), strict=True))
+def _add_sums(
+    sums: dict[int, int],
+    segments: npt.NDArray[np.uint32] | npt.NDArray[np.int64],
+    weights: npt.NDArray[np.int64] | None = None,
+) -> None:
+    """Add to the sum of each segment what it has of these."""
+    unique, at = np.unique(segments, return_inverse=True)
+    found = np.zeros(len(unique), np.int64)
+    np.add.at(found, at, 1 if weights is None else weights)
+    for segment, value in zip(unique.tolist(), found.tolist(), strict=True):
+        sums[segment] = sums.get(segment, 0) + value

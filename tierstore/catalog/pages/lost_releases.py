@@ -32,6 +32,7 @@ from tierstore.errors import BackendError
 from tierstore.geometry import SpaceGeometry
 from tierstore.layout import PAGE_BYTES
 from tierstore.lmdb_env.library import Transaction
+from tierstore.lmdb_env.pace import UNHURRIED, VerifyPace
 
 __all__ = ["repeat_lost_releases"]
 
@@ -50,14 +51,16 @@ def repeat_lost_releases(
     *,
     catalog_pages: int,
     system: SystemCalls,
+    pace: VerifyPace = UNHURRIED,
 ) -> None:
     """Give back what no row holds of the segments that take more than they are charged.
 
-    `stored` are the pages that each segment takes, on the rank that has most of it. All of them
-    have rows; no other process may have the path open. O(segments), and O(records) if any takes too
-    much.
+    `stored` are the pages that each segment takes, on the rank that has most of it. No other
+    process may have the path open. O(segments), and O(records) in steps of `pace` if any takes too
+    much. Reads rows, and changes none.
 
     Raises:
+        ClosedError: see `VerifyPace.step`.
         BackendError: the path cannot be read or written.
     """
     rows = {segment: _row(txn, databases, segment) for segment in stored}
@@ -69,13 +72,13 @@ def repeat_lost_releases(
     free: dict[int, _Runs | None] = {}
     if swollen and geometry.unit_pages:
         held = {segment: _given_out(row, geometry) for segment, row in swollen.items()}
-        _mark_records(txn, databases, geometry, swollen, held)
+        _mark_records(txn, databases, geometry, swollen, held, pace=pace)
         _mark_writing(txn, databases, geometry, held)
         for segment, pages in held.items():
             free[segment] = list(_runs(pages, geometry.unit_pages))
     capacity_pages = geometry.payload_pages(config.capacity_bytes, catalog_pages, 0)
     if sum(stored.values()) * geometry.rank_count > capacity_pages:
-        unreferenced = [s for s, row in rows.items() if row and row.owner == NO_OWNER]
+        unreferenced = [s for s, row in rows.items() if row is None or row.owner == NO_OWNER]
         free.update(dict.fromkeys(unreferenced))
     if free:
         _give_back(config, free, system)
@@ -117,6 +120,8 @@ def _mark_records(
     geometry: SpaceGeometry,
     rows: Mapping[int, SegmentRow],
     held: Mapping[int, _Pages],
+    *,
+    pace: VerifyPace,
 ) -> None:
     """Mark what records hold, except those in dead segments."""
     living = [segment for segment, row in rows.items() if row.state != SegmentState.DEAD]
@@ -127,6 +132,7 @@ def _mark_records(
             if len(values) >= _ROWS_AT_ONCE:
                 _mark_places(values, geometry, living, held)
                 values.clear()
+                pace.step()
     _mark_places(values, geometry, living, held)
 
 

@@ -1,7 +1,8 @@
 """Opens a tier's catalog in a thread of its own, and opens another one after it was lost.
 
     opening   tried until it succeeds, with growing pauses; the caller who opens the tier waits for
-              the first try only, for a bounded time
+              the first try only, for a bounded time, and less for a catalog that is large: it is
+              verified in the background, while nothing is found in the tier
     open      checked once a second: is the path still where it was, and ours?
     lost      the path was removed, moved or unmounted: given up, and opened again as a new owner
 
@@ -10,6 +11,7 @@ hangs blocks this thread only.
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +24,7 @@ from tierstore.catalog.catalog import Catalog
 from tierstore.catalog.writer import CatalogWriter
 from tierstore.errors import BackendError, CatalogError, ClosedError, TierStoreError
 from tierstore.io_pool import IoPool, wait_for
+from tierstore.lmdb_env.pace import LONG_BYTES, VerifyPace
 from tierstore.tier.disk.outage import may_pass
 
 __all__ = [
@@ -37,7 +40,7 @@ __all__ = [
 _logger = bounded(logging.getLogger(__name__))
 
 _WAIT_SECONDS = 0.1
-"""Between two checks whether the thread is to end."""
+"""Between two checks whether a wait is to end."""
 _GIVE_UP_SECONDS_MAX = 10.0
 """The longest wait for what is being written for a lost catalog; a device may hang."""
 
@@ -90,6 +93,8 @@ class KeeperPace:
     """Between two searches for segments without a row: a rank that was still writing when its path
     was removed leaves them behind. The first search comes soon after an opening."""
     search_seconds_first: float = 3.0
+    long_bytes: int = LONG_BYTES
+    """A catalog of this size or more is verified in the background."""
 
 
 class CatalogKeeper:
@@ -99,11 +104,14 @@ class CatalogKeeper:
         self,
         name: str,
         path: Path,
-        open_catalog: Callable[[], OpenCatalog],
+        open_catalog: Callable[[VerifyPace], OpenCatalog],
         tell: Callable[[CatalogNews], None],
         pace: KeeperPace,
     ) -> None:
-        """`open_catalog` opens the catalog below `path`; `tell` is called in the thread."""
+        """`open_catalog` opens the catalog below `path`; `tell` is called in the thread.
+
+        It raises ClosedError if it was ended by its pace.
+        """
         self._name = name
         self._path = path
         self._open_catalog = open_catalog
@@ -117,6 +125,9 @@ class CatalogKeeper:
         self._is_waited_for = True
         self._first_error: TierStoreError | None = None
         self._is_first_over = False
+        self._is_long = False
+        self._long_until = math.inf
+        """Until when a first try is waited for that was found to be long."""
         self._was_mounted: bool | None = None
         """Whether the path was a mount point when it was opened first."""
         self._opened: OpenCatalog | None = None
@@ -136,13 +147,21 @@ class CatalogKeeper:
         Raises:
             TierStoreError: the user has to change something (`outage`); nothing is tried any more.
         """
+        until = time.monotonic() + max(0.0, seconds)
         with self._lock:
-            wait_for(self._changed, lambda: self._is_first_over, max(0.0, seconds))
+            # In short waits: it may turn out to be longer than was thought.
+            while not self._is_first_over:
+                seconds_left = min(until, self._long_until) - time.monotonic()
+                if seconds_left <= 0:
+                    break
+                wait_for(
+                    self._changed, lambda: self._is_first_over, min(seconds_left, _WAIT_SECONDS)
+                )
             error, is_over = self._first_error, self._is_first_over
             self._is_waited_for = False
         if error is not None and not may_pass(error):
             raise error
-        if not is_over:
+        if not is_over and not self._is_long:
             self._complain(f"its device does not answer within {seconds:.0f} s")
 
     def look(self) -> None:
@@ -185,8 +204,10 @@ class CatalogKeeper:
         error: TierStoreError | None = None
         try:
             self._require_place()
-            opened = self._open_catalog()
+            opened = self._open_catalog(self._pace_of_try())
         except TierStoreError as failure:
+            if self._is_closing and isinstance(failure, ClosedError):
+                return False
             error = failure
         except (OSError, MemoryError) as failure:
             error = BackendError(f"{self._path}: {failure or 'no memory'}")
@@ -204,6 +225,23 @@ class CatalogKeeper:
             self._complain(str(error))
         return error is None
 
+    def _pace_of_try(self) -> VerifyPace:
+        return VerifyPace(
+            lambda: self._is_closing, self._note_long, long_bytes=self._pace.long_bytes
+        )
+
+    def _note_long(self, wait_seconds: float) -> None:
+        """Note that the catalog is being verified, which may take long."""
+        with self._lock:
+            self._long_until = min(self._long_until, time.monotonic() + wait_seconds)
+            self.complaint = "its catalog is large, and is being verified"
+            if not self._is_long:
+                self._is_long = True
+                _logger.info(
+                    "catalog is being verified, nothing is found meanwhile: tier=%s", self._name
+                )
+            self._changed.notify_all()
+
     def _require_place(self) -> None:
         """Refuse to make more than the last directory again, or to write beside a missing mount."""
         if self._was_mounted is None:
@@ -218,6 +256,9 @@ class CatalogKeeper:
             self._was_mounted = self._path.is_mount()
         if self._is_complained:
             _logger.warning("tier is in use again: tier=%s", self._name)
+        elif self._is_long:
+            _logger.info("catalog is verified, tier is in use: tier=%s", self._name)
+        self._is_long = False
         self.complaint = ""
         self._is_complained = False
         self._opened = opened

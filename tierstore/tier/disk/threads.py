@@ -16,6 +16,7 @@ from tierstore.device.system import SystemCalls
 from tierstore.errors import BackendError, ClosedError
 from tierstore.io_pool import Mailbox
 from tierstore.key import OffloadKey
+from tierstore.lmdb_env.pace import VerifyPace
 from tierstore.manifest import Manifest
 from tierstore.tier.disk.catalog_keeper import CatalogKeeper, KeeperPace, OpenCatalog
 from tierstore.tier.disk.catalog_reads import CatalogReads
@@ -158,9 +159,13 @@ class CatalogThreads:
         is_ended = self._keeper.close(max(0.0, until - time.monotonic())) and is_ended
         return is_ended and self.opened is None
 
-    def _open_catalog(self) -> OpenCatalog:
+    def _open_catalog(self, pace: VerifyPace) -> OpenCatalog:
         catalog = Catalog.open(
-            self._config, self._manifest, rank_count=self._rank_count, system=self._system
+            self._config,
+            self._manifest,
+            rank_count=self._rank_count,
+            system=self._system,
+            pace=pace,
         )
         writer = CatalogWriter(catalog, self._pins, self._clock)
         writer.recover()
