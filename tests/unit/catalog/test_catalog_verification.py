@@ -63,12 +63,10 @@ def steps_of(harness):
     return probe.step_count
 
 
-def test_rows_are_verified_in_steps(tmp_path, killed):
-    sealed_count, unsealed_count = [], []
-    unsealed_count.append(steps_of(killed))
-    sealed_count.append(steps_of(killed))
-    # The records and the order, a thousand rows each time, are no part of what a seal proves.
-    assert unsealed_count[0] >= sealed_count[0] + 2 * (RECORD_COUNT // 1024)
+def test_rows_are_verified_in_steps(killed):
+    unsealed_count = steps_of(killed)
+    # A seal proves the records, which are not looked at then.
+    assert unsealed_count >= steps_of(killed) + RECORD_COUNT // 1024
 
 
 def test_nobody_waits_for_the_write_lock_while_rows_are_verified(killed):
@@ -95,7 +93,7 @@ def test_no_other_process_opens_what_is_being_verified(killed):
     answers = []
 
     def open_in_another_process():
-        if len(answers) < 1 or probe.step_count % 10 == 0:
+        if probe.step_count % 3 == 0:
             command = [sys.executable, "-c", OPENER, str(killed.config.path / "catalog")]
             answers.append(subprocess.run(command, env=environment(), check=False).returncode)
 

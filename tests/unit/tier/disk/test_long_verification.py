@@ -238,7 +238,7 @@ def test_a_kill_during_the_verification_changes_nothing(tmp_path, path):
         assert data.read_bytes() == before
         assert list((path / "owners").iterdir()) == []
         step += 1
-    assert int(ended[1]) == step - 1 > 2 * len(KEYS) // 1024
+    assert int(ended[1]) == step - 1 > len(KEYS) // 1024
     tier = open_tier(path)
     assert within_seconds(lambda: is_open(tier))
     assert within_seconds(lambda: found_count(tier) == len(KEYS))
