@@ -25,7 +25,9 @@ def least_share(kind, chunk_bytes, backend):
 
     Where units are large, each of a few small files takes one.
     """
-    if backend == "lmdb" and (kind in HUGE or chunk_bytes == 4096):
+    if backend == "lmdb" and chunk_bytes == 4096:
+        return 0.4  # many records of few pages leave LMDB's own pages half empty
+    if backend == "lmdb" and kind in HUGE:
         return 0.45
     return 0.5 if kind == "ext4-bigalloc-1m" else 0.7 if chunk_bytes > 4096 else 0.6
 
