@@ -53,7 +53,7 @@ class ReopeningBackend:
         )
         self._directory = directory
         self._has_database = has_database
-        self._file_ids: list[_FileId] = []
+        self._file_ids: list[_FileId] = [_UNKNOWN] * len(self._paths)
         """Of the open backend."""
         self._closed = False
         self._is_logged = False
@@ -134,17 +134,20 @@ class ReopeningBackend:
                 self._backend.close()
 
     def _opened(self, *, makes_directory: bool = True) -> Backend | None:
-        # The lock is held over I/O: the other threads of the tier would wait for the device too.
+        backend = self._backend
+        # Not under the lock, as in `OwnerLocks.hold`.
+        found = [] if backend is None else self._find_files()
+        # Held over the I/O of an opening: the other threads would wait for the device too.
         with self._lock:
-            if self._backend is not None and self._are_gone():
-                self._lost_segments |= self._backend.lost_segments()
-                self._backend.close()  # calls that are under way in it end undisturbed
+            if backend is not None and self._backend is backend and self._are_gone(found):
+                self._lost_segments |= backend.lost_segments()
+                backend.close()  # calls that are under way in it end undisturbed
                 self._backend = None
                 self._is_lost = True
             may_open = not self._is_lost or self._has_place(makes_directory=makes_directory)
             if self._backend is None and not self._closed and may_open:
                 try:
-                    self._backend = self._open_backend()
+                    opened = self._open_backend()
                 except TierStoreError as error:
                     # Later, a key file may be gone, for example: no reason to end a thread.
                     if not self._is_tried and not isinstance(error, BackendError):
@@ -158,6 +161,7 @@ class ReopeningBackend:
                     self._is_lost = False
                     self._file_ids = [_UNKNOWN] * len(self._paths)
                     self._file_ids = self._find_files()
+                    self._backend = opened
                 self._is_tried = True
             return self._backend
 
@@ -166,9 +170,9 @@ class ReopeningBackend:
             return True
         return (self._directory.parent if makes_directory else self._directory).is_dir()
 
-    def _are_gone(self) -> bool:
-        """Return whether the files of the backend are gone or were replaced."""
-        known, self._file_ids = self._file_ids, self._find_files()
+    def _are_gone(self, found: list[_FileId]) -> bool:
+        """Return whether the files of the backend are gone or were replaced: by what was found."""
+        known, self._file_ids = self._file_ids, found
         # A database may have gone before the first look, just after the backend was opened.
         is_without = self._has_database and None in self._file_ids
         return is_without or any(

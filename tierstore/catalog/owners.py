@@ -43,11 +43,13 @@ class OwnerLock:
     descriptor, and the child's `close` would make a living parent look dead.
     """
 
-    def __init__(self, path: Path, owner: int, descriptor: int) -> None:
-        """Take over a descriptor that holds the lock; use `create` or `join`."""
+    def __init__(self, path: Path, owner: int, descriptor: int, status: os.stat_result) -> None:
+        """Take over a descriptor that holds the lock, of a file; use `create` or `join`."""
         self.owner = owner
         self._path = path
         self._descriptor = descriptor
+        self._status = status
+        """Whose device and inode are the file's as long as it is open."""
         _held.add(self)
         _watch_forks()
 
@@ -70,13 +72,14 @@ class OwnerLock:
             # is not accounted for.
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             fcntl.flock(descriptor, fcntl.LOCK_SH)
+            status = os.fstat(descriptor)
         except OSError as error:
             os.close(descriptor)
             raise CatalogError(
                 f"{path}: {error}; put the tier on a file system that can lock files, and stop the "
                 "process that has locked this one"
             ) from error
-        return cls(path, owner, descriptor)
+        return cls(path, owner, descriptor, status)
 
     @classmethod
     def join(cls, directory: Path, owner: int) -> Self | None:
@@ -93,9 +96,10 @@ class OwnerLock:
             except OSError:
                 time.sleep(_JOIN_PAUSE_SECONDS)
                 continue
-            if os.fstat(descriptor).st_nlink == 0:  # removed between the two calls
+            status = os.fstat(descriptor)
+            if status.st_nlink == 0:  # removed between the two calls
                 break
-            return cls(path, owner, descriptor)
+            return cls(path, owner, descriptor, status)
         os.close(descriptor)
         return None
 
@@ -105,10 +109,9 @@ class OwnerLock:
         True also where the device fails, since nothing is known then.
         """
         try:
-            ours, theirs = os.fstat(self._descriptor), self._path.stat()
+            return os.path.samestat(self._status, self._path.stat())
         except OSError as error:
             return error.errno not in _GONE
-        return os.path.samestat(ours, theirs)
 
     def remove(self) -> None:
         """Remove the file: no data plane writes for this owner from now on."""
@@ -155,14 +158,20 @@ class OwnerLocks:
         tier's now, so nothing may be written there. A path below which no catalog was ever seen is
         on another machine than its catalog: there are no other owners here.
         """
+        held = self._locks.get(owner)
+        if held is not None:
+            # Not under the lock: beside a busy thread, the answer of each call to the device waits
+            # for the interpreter, and all other threads of the tier would wait for that.
+            if held.is_in_place():
+                return True
+            with self._lock:
+                if self._locks.get(owner) is held:
+                    del self._locks[owner]
+                    held.close()
+            return False
         with self._lock:
-            held = self._locks.get(owner)
-            if held is not None:
-                if held.is_in_place():
-                    return True
-                del self._locks[owner]
-                held.close()
-                return False
+            if owner in self._locks:
+                return True  # another thread has just joined
             self._is_shared = self._is_shared or self._has_catalog()
             if not self._is_shared:
                 return True

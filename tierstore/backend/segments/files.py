@@ -80,8 +80,8 @@ class SegmentFiles:
         except FileNotFoundError:
             held = self._create(segment, segment_bytes, offset)
         else:
-            status = os.fstat(held.fd)
-            if not self._directory.holds(segment, status) or status.st_size < segment_bytes:
+            status = self._directory.find(segment)  # one call: each gives the interpreter away
+            if status is None or not held.is_whole_file(status, segment_bytes):
                 self.release(held)
                 self._open.forget(segment)
                 held = self._create(segment, segment_bytes, offset)
@@ -249,7 +249,7 @@ class SegmentFiles:
     def _insert(self, segment: int, fd: int) -> Segment:
         """Put a fresh descriptor into the cache, unless another thread was faster."""
         try:
-            opened = Segment(fd, _map(fd) if self._mapped else None)
+            opened = Segment(fd, os.fstat(fd), _map(fd) if self._mapped else None)
         except BaseException:
             os.close(fd)
             raise

@@ -25,14 +25,26 @@ _LOOKED_AT = 8
 class Segment:
     """An open segment file; belongs to `OpenSegments`, used between `acquire` and `release`."""
 
-    __slots__ = ("address", "cached", "fd", "mapping", "users")
+    __slots__ = ("_status", "address", "cached", "fd", "mapping", "users")
 
-    def __init__(self, fd: int, mapping: mmap.mmap | None) -> None:
+    def __init__(self, fd: int, status: os.stat_result, mapping: mmap.mmap | None) -> None:
         self.fd = fd
+        self._status = status
         self.mapping = mapping
         self.address = 0 if mapping is None else buffer_address(mapping)
         self.users = 1
         self.cached = False
+
+    def is_whole_file(self, status: os.stat_result, size_bytes: int) -> bool:
+        """Return whether a status is that of this file, which has one name and at least this size.
+
+        A device and an inode are one file's as long as it is open.
+        """
+        return (
+            os.path.samestat(self._status, status)
+            and status.st_nlink == 1
+            and status.st_size >= size_bytes
+        )
 
 
 class OpenSegments:

@@ -61,18 +61,16 @@ class SegmentDirectory:
         """Return whether anything has the name of a segment's file."""
         return os.path.lexists(self._path / segment_name(segment))
 
-    def holds(self, segment: int, status: os.stat_result) -> bool:
-        """Return whether the file with this status is the one that has the segment's name.
+    def find(self, segment: int) -> os.stat_result | None:
+        """Return the status of what has the name of a segment's file; None: nothing has it.
 
         Raises:
             OSError: the directory cannot be read.
         """
-        if status.st_nlink != 1:
-            return False
         try:
-            return os.path.samestat((self._path / segment_name(segment)).lstat(), status)
+            return (self._path / segment_name(segment)).lstat()
         except FileNotFoundError:
-            return False
+            return None
 
     def _open(self, *, create: bool) -> Directory:
         if self._tier is not None or not create:
