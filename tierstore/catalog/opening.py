@@ -40,6 +40,7 @@ __all__ = [
     "find_own_state",
     "merge_units",
     "must_verify",
+    "require_ours",
     "require_version",
 ]
 
@@ -67,7 +68,24 @@ def require_version(
         CatalogDamagedError: so it seems, in a file that `is_suspect`, or it cannot be.
     """
     version = read_version(txn, databases)
-    if version is not None and version != CATALOG_VERSION:
+    if version is not None:
+        _require_version(version, config, is_suspect=is_suspect)
+
+
+def require_ours(value: bytes, config: SecondaryConfig, rank_count: int) -> None:
+    """Refuse a state row of another version, or of another kind of tier, in a file without a seal.
+
+    Raises:
+        CatalogError: it is of another version.
+        CatalogDamagedError: it is damaged.
+        ConfigError: the path belongs to another kind of tier.
+    """
+    _require_version(StateRow.read_version(value), config, is_suspect=False)
+    _require_kind(config, StateRow.unpack(value), rank_count, is_suspect=False)
+
+
+def _require_version(version: int, config: SecondaryConfig, *, is_suspect: bool) -> None:
+    if version != CATALOG_VERSION:
         if is_suspect or not 0 < version < _VERSION_END:
             raise CatalogDamagedError(f"the rows are of version {version}")
         raise CatalogError(
