@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Self
 
 from tierstore.backend.foreign import foreign_content
-from tierstore.backend.inventory import stored_segments
+from tierstore.backend.inventory import stored_segments, trim_segments
 from tierstore.catalog.check import check_catalog, numbers_in_range
 from tierstore.catalog.opening import (
+    charged_segments,
     enter_manifest,
     enter_owner,
     enter_state,
@@ -240,6 +241,9 @@ class _Opening:
         state = find_own_state(txn, databases, self.config, self.rank_count, is_suspect=is_suspect)
         if self.config.backend == "lmdb":
             return
+        # Here, where no other process has the path open: a system call per segment under the
+        # write lock would let all of them wait.
+        trim_segments(self.config, charged_segments(txn, databases))
         stored = stored_segments(self.config, geometry)
         if state is not None or stored:
             repeat_lost_releases(

@@ -5,7 +5,6 @@ import secrets
 
 from xxhash import xxh3_64_intdigest
 
-from tierstore.backend.inventory import trim_segments
 from tierstore.bounded_log import bounded
 from tierstore.catalog.check import verify_sums
 from tierstore.catalog.owners import OwnerLock, is_owner_dead, remove_dead
@@ -33,6 +32,7 @@ from tierstore.lmdb_env.seal import SealFindings
 from tierstore.manifest import Manifest, namespace_of
 
 __all__ = [
+    "charged_segments",
     "enter_manifest",
     "enter_owner",
     "enter_state",
@@ -195,8 +195,6 @@ def enter_state(
         release_unreferenced(txn, databases, state, segments)
         return state
     release_unreferenced(txn, databases, state, segments)
-    if config.backend != "lmdb":
-        trim_segments(config, _charged_segments(txn, databases))
     return state
 
 
@@ -229,7 +227,8 @@ def _require_kind(
         )
 
 
-def _charged_segments(txn: Transaction, databases: Databases) -> dict[int, tuple[int, int]]:
+def charged_segments(txn: Transaction, databases: Databases) -> dict[int, tuple[int, int]]:
+    """Return pages and ranks of each segment: what its files may take."""
     with txn.cursor(db=databases.segments) as cursor:
         rows = {int.from_bytes(key, "big"): SegmentRow.unpack(value) for key, value in cursor}
     return {segment: (row.page_count, row.rank_count) for segment, row in rows.items()}
