@@ -45,7 +45,8 @@ __all__ = [
 _logger = bounded(logging.getLogger(__name__))
 
 DATA_NAME = "data.mdb"
-SEAL_NAME, DISTRUST_NAME = "seal.bin", "distrust"
+SEAL_NAME = "seal.bin"
+DISTRUST_NAME = "distrust"
 _SEALED = struct.Struct("<QQ")
 _CHECKSUM = struct.Struct("<Q")
 
