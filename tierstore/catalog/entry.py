@@ -1,12 +1,15 @@
 """How a process becomes an owner of a path: its catalog is opened, compared, repaired, entered."""
 
+import os
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Self
 
 from tierstore.backend.foreign import foreign_content
-from tierstore.backend.inventory import stored_segments
+from tierstore.backend.inventory import stored_segments, trim_segments
 from tierstore.catalog.check import check_catalog, numbers_in_range
 from tierstore.catalog.opening import (
+    charged_segments,
     enter_manifest,
     enter_owner,
     enter_state,
@@ -14,6 +17,7 @@ from tierstore.catalog.opening import (
     find_own_state,
     merge_units,
     must_verify,
+    require_ours,
     require_version,
 )
 from tierstore.catalog.owners import OwnerLock
@@ -28,6 +32,7 @@ from tierstore.device.block_units import (
     forbid_speculation,
     measure_units,
 )
+from tierstore.device.directory import Directory
 from tierstore.device.marker import claim
 from tierstore.device.remedies import explain
 from tierstore.device.system import SystemCalls
@@ -45,6 +50,8 @@ from tierstore.layout import PAGE_BYTES
 from tierstore.lmdb_env.env import LmdbEnv
 from tierstore.lmdb_env.library import Transaction
 from tierstore.lmdb_env.pace import UNHURRIED, VerifyPace
+from tierstore.lmdb_env.peek import peek_row
+from tierstore.lmdb_env.seal import DATA_NAME, DISTRUST_NAME, SEAL_NAME
 from tierstore.manifest import Manifest
 
 __all__ = ["Entry"]
@@ -104,6 +111,7 @@ class Entry:
     def _make(cls, opening: "_Opening") -> Self:
         config, manifest = opening.config, opening.manifest
         opening.prepare()
+        opening.refuse_early()
         env = LmdbEnv.open(
             config.path / "catalog",
             map_bytes=_MAP_BYTES,
@@ -163,6 +171,34 @@ class _Opening:
         self.geometry(self.units)
         forbid_speculation(path / "catalog", self.system)
 
+    def refuse_early(self) -> None:
+        """Refuse a catalog that takes long to verify, and is of another version or kind of tier.
+
+        The user has to act then, and would not wait for it. One with a seal is read fast enough.
+
+        Raises:
+            CatalogError, ConfigError: see `require_ours`.
+        """
+        value = None
+        with suppress(OSError, BackendError):  # for the opening to say
+            value = self._peek_state()
+        if value is not None:
+            with suppress(CatalogDamagedError):  # for the verification to say
+                require_ours(value, self.config, self.rank_count)
+
+    def _peek_state(self) -> bytes | None:
+        with Directory.open(self.config.path) as base, base.subdirectory("catalog") as directory:
+            is_left_to_verify = not (
+                directory.has_file(SEAL_NAME) or directory.has_file(DISTRUST_NAME)
+            )
+            if not is_left_to_verify or not self.pace.is_long(directory.status(DATA_NAME).st_size):
+                return None
+            descriptor = directory.open_file(DATA_NAME, os.O_RDONLY)
+            try:
+                return peek_row(descriptor, b"state", b"state")
+            finally:
+                os.close(descriptor)
+
     def geometry(self, units: BlockUnits) -> SpaceGeometry:
         return SpaceGeometry.of(self.config, self.manifest, self.rank_count, units)
 
@@ -205,6 +241,9 @@ class _Opening:
         state = find_own_state(txn, databases, self.config, self.rank_count, is_suspect=is_suspect)
         if self.config.backend == "lmdb":
             return
+        # Here, where no other process has the path open: a system call per segment under the
+        # write lock would let all of them wait.
+        trim_segments(self.config, charged_segments(txn, databases))
         stored = stored_segments(self.config, geometry)
         if state is not None or stored:
             repeat_lost_releases(

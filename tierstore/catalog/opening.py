@@ -5,7 +5,6 @@ import secrets
 
 from xxhash import xxh3_64_intdigest
 
-from tierstore.backend.inventory import trim_segments
 from tierstore.bounded_log import bounded
 from tierstore.catalog.check import verify_sums
 from tierstore.catalog.owners import OwnerLock, is_owner_dead, remove_dead
@@ -33,6 +32,7 @@ from tierstore.lmdb_env.seal import SealFindings
 from tierstore.manifest import Manifest, namespace_of
 
 __all__ = [
+    "charged_segments",
     "enter_manifest",
     "enter_owner",
     "enter_state",
@@ -40,6 +40,7 @@ __all__ = [
     "find_own_state",
     "merge_units",
     "must_verify",
+    "require_ours",
     "require_version",
 ]
 
@@ -67,7 +68,24 @@ def require_version(
         CatalogDamagedError: so it seems, in a file that `is_suspect`, or it cannot be.
     """
     version = read_version(txn, databases)
-    if version is not None and version != CATALOG_VERSION:
+    if version is not None:
+        _require_version(version, config, is_suspect=is_suspect)
+
+
+def require_ours(value: bytes, config: SecondaryConfig, rank_count: int) -> None:
+    """Refuse a state row of another version, or of another kind of tier, in a file without a seal.
+
+    Raises:
+        CatalogError: it is of another version.
+        CatalogDamagedError: it is damaged.
+        ConfigError: the path belongs to another kind of tier.
+    """
+    _require_version(StateRow.read_version(value), config, is_suspect=False)
+    _require_kind(config, StateRow.unpack(value), rank_count, is_suspect=False)
+
+
+def _require_version(version: int, config: SecondaryConfig, *, is_suspect: bool) -> None:
+    if version != CATALOG_VERSION:
         if is_suspect or not 0 < version < _VERSION_END:
             raise CatalogDamagedError(f"the rows are of version {version}")
         raise CatalogError(
@@ -177,8 +195,6 @@ def enter_state(
         release_unreferenced(txn, databases, state, segments)
         return state
     release_unreferenced(txn, databases, state, segments)
-    if config.backend != "lmdb":
-        trim_segments(config, _charged_segments(txn, databases))
     return state
 
 
@@ -211,7 +227,8 @@ def _require_kind(
         )
 
 
-def _charged_segments(txn: Transaction, databases: Databases) -> dict[int, tuple[int, int]]:
+def charged_segments(txn: Transaction, databases: Databases) -> dict[int, tuple[int, int]]:
+    """Return pages and ranks of each segment: what its files may take."""
     with txn.cursor(db=databases.segments) as cursor:
         rows = {int.from_bytes(key, "big"): SegmentRow.unpack(value) for key, value in cursor}
     return {segment: (row.page_count, row.rank_count) for segment, row in rows.items()}

@@ -40,9 +40,13 @@ class VerifyPace:
         self._is_long = False
         self._rested_at = 0.0
 
+    def is_long(self, size_bytes: int) -> bool:
+        """Return whether it takes long to verify so much."""
+        return size_bytes >= self._long_bytes
+
     def begin(self, size_bytes: int, wait_seconds: float) -> None:
         """Note the size of what is verified now; a long one is worth so many seconds of waiting."""
-        if size_bytes >= self._long_bytes:
+        if self.is_long(size_bytes):
             self._is_long = True
             self._on_long(wait_seconds)
 

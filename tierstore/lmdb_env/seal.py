@@ -30,6 +30,8 @@ from tierstore.lmdb_env.verify import find_damage
 
 __all__ = [
     "DATA_NAME",
+    "DISTRUST_NAME",
+    "SEAL_NAME",
     "SealFindings",
     "admit",
     "announce",
@@ -43,7 +45,8 @@ __all__ = [
 _logger = bounded(logging.getLogger(__name__))
 
 DATA_NAME = "data.mdb"
-_SEAL, _DISTRUST = "seal.bin", "distrust"
+SEAL_NAME = "seal.bin"
+DISTRUST_NAME = "distrust"
 _SEALED = struct.Struct("<QQ")
 _CHECKSUM = struct.Struct("<Q")
 
@@ -105,7 +108,7 @@ def admit(
     """
     with library_lock(directory, wait_seconds_max=wait_seconds_max) as lock:
         lock.prepare_file()
-        sealed = directory.read(_SEAL, _SEALED.size + _CHECKSUM.size) or b""
+        sealed = directory.read(SEAL_NAME, _SEALED.size + _CHECKSUM.size) or b""
         if not lock.is_alone:
             _require_data(directory)
             return SealFindings(is_suspect=bool(sealed), is_alone=False)
@@ -133,7 +136,7 @@ def break_seal(directory: Directory, findings: SealFindings) -> None:
     """
     if findings.is_alone and not findings.is_suspect:
         with suppress(FileNotFoundError):
-            directory.unlink(_SEAL)
+            directory.unlink(SEAL_NAME)
 
 
 def replace_damaged(
@@ -166,18 +169,18 @@ def seal(directory: Directory) -> None:
         opening_lock(directory, wait_seconds_max=wait),
         library_lock(directory, wait_seconds_max=wait) as lock,
     ):
-        if lock.is_alone and not directory.has_file(_DISTRUST):
+        if lock.is_alone and not directory.has_file(DISTRUST_NAME):
             fingerprint = _fingerprint(directory)
             if fingerprint is not None:
                 content = _SEALED.pack(*fingerprint)
                 content += _CHECKSUM.pack(xxh3_64_intdigest(content))
-                directory.write(_SEAL, content)
+                directory.write(SEAL_NAME, content)
 
 
 def distrust(directory: Directory, cause: str) -> None:
     """Let the next process that has the files for itself start with an empty one; never raises."""
     with suppress(OSError, BackendError):
-        directory.write(_DISTRUST, cause.encode()[:_CAUSE_BYTES_MAX] or b"?")
+        directory.write(DISTRUST_NAME, cause.encode()[:_CAUSE_BYTES_MAX] or b"?")
 
 
 def file_ids(path: Path) -> set[tuple[int, int]]:
@@ -201,7 +204,7 @@ def _require_data(directory: Directory) -> None:
 
 
 def _noted_damage(directory: Directory) -> str:
-    content = directory.read(_DISTRUST, _CAUSE_BYTES_MAX)
+    content = directory.read(DISTRUST_NAME, _CAUSE_BYTES_MAX)
     if content is None:
         return ""
     # A process that is killed while it notes it leaves a part of the words.
@@ -210,7 +213,7 @@ def _noted_damage(directory: Directory) -> str:
 
 
 def _remove(directory: Directory, damage: str) -> None:
-    for name in (DATA_NAME, _DISTRUST):
+    for name in (DATA_NAME, DISTRUST_NAME):
         with suppress(FileNotFoundError):
             directory.unlink(name)
     _logger.warning(

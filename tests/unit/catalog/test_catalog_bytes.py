@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from contextlib import contextmanager
+from hashlib import sha512
 
 import pytest
 from catalog_harness import MIB, Harness
@@ -18,6 +19,7 @@ from tierstore.catalog.messages import (
     RequestPlaces,
     TouchKeys,
 )
+from tierstore.key import make_offload_keys
 from tierstore.layout import PAGE_BYTES
 from tierstore.lmdb_env.env import LmdbEnv
 from tierstore.tier_events import Placed, Refused
@@ -232,3 +234,19 @@ def test_an_idle_transaction_writes_nothing(harness):
     for _ in range(5):
         harness.writer.handle([Evict()])
     assert harness.catalog._env._env.info()["last_txnid"] == before
+
+
+def test_the_rows_of_what_is_being_written_take_no_more_than_is_charged_for_them(tmp_path):
+    """Goal: also the largest: of the longest keys, each in an extent of its own."""
+    harness = Harness(tmp_path, capacity=64 * MIB, chunk=4096)
+    namespace = harness.manifest.namespace
+    hashes = [sha512(b"%d" % number).digest() for number in range(1500)]
+    keys = make_offload_keys(namespace, 0, hashes)
+    harness.writer.handle([RequestPlaces(i, (key,), 4096) for i, key in enumerate(keys)])
+    before = harness.catalog.budget()
+    harness.writer.handle([CommitTicket(number, frozenset()) for number in range(len(keys))])
+    after = harness.catalog.budget()
+    assert after.coming_pages == 0
+    assert after.needed_pages - before.needed_pages <= before.coming_pages
+    assert harness.catalog.check() == []
+    harness.catalog.close()

@@ -10,7 +10,9 @@ from tierstore.catalog.catalog import Catalog
 from tierstore.catalog.opening import enter_owner
 from tierstore.catalog.owners import OwnerLock
 from tierstore.catalog.rows import CATALOG_VERSION, StateRow
+from tierstore.device.system import DatabasePoint, SystemCalls
 from tierstore.errors import CatalogError, ConfigError, ManifestError
+from tierstore.layout import PAGE_BYTES
 from tierstore.manifest import Manifest
 
 
@@ -72,6 +74,37 @@ def test_a_file_that_is_no_catalog_is_started_anew(tmp_path):
     assert harness.located(*range(8)) == [True] * 8
     assert not harness.catalog.damage
     harness.catalog.close()
+
+
+class WatchedFile(SystemCalls):
+    """Notes how long a file is whenever a transaction that writes begins."""
+
+    def __init__(self, file):
+        self._file = file
+        self.sizes = []
+
+    def reach(self, point):
+        if point is DatabasePoint.WRITE:
+            self.sizes.append(self._file.stat().st_size)
+
+    def at_database(self, directory):
+        del directory
+        return self
+
+
+def test_what_no_row_is_charged_for_is_cut_off_before_others_would_wait_for_it(tmp_path):
+    harness = Harness(tmp_path / "tier")
+    harness.store(1)
+    (segment,) = harness.disk.segments
+    page_count = harness.disk.lengths[segment]
+    harness.catalog.close()
+    file = tmp_path / "tier" / "rank0" / f"{segment:08x}.seg"
+    file.parent.mkdir(mode=0o700)
+    with file.open("wb") as opened:
+        opened.truncate((page_count + 5) * PAGE_BYTES)
+    system = WatchedFile(file)
+    Catalog.open(harness.config, harness.manifest, rank_count=1, system=system).close()
+    assert system.sizes[-1] == page_count * PAGE_BYTES
 
 
 def test_an_owner_who_cannot_be_entered_locks_no_number(tmp_path):

@@ -114,16 +114,21 @@ def swap_keys(row):
     row.names = ExtentRow.of(1, row.keys()[::-1]).names
 
 
-@pytest.mark.parametrize("change", [lose_a_bit, age, swap_keys])
+def empty_keys(row):
+    row.names = bytes(row.record_count)
+
+
+@pytest.mark.parametrize("change", [lose_a_bit, age, swap_keys, empty_keys])
 def test_an_extent_that_contradicts_its_records_or_the_order_is_found(harness, change):
     harness.store(*range(4))
     change_extent(harness, 0, change)
     assert harness.catalog.check() != []
 
 
-def test_an_eviction_that_meets_such_an_extent_changes_nothing(harness):
+@pytest.mark.parametrize("change", [swap_keys, empty_keys])
+def test_an_eviction_that_meets_such_an_extent_changes_nothing(harness, change):
     harness.store(*range(4))
-    change_extent(harness, 0, swap_keys)
+    change_extent(harness, 0, change)
     before = {name: rows(harness, name) for name in ("records", "order", "extents")}
     harness.writer.handle([Evict(1)])
     assert harness.writer.failure_count == 1

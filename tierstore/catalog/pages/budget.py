@@ -26,8 +26,9 @@ _COPIES_PAGES_MAX = 4096
 """Two transactions of 512 records in random order, and a third of that as reserve."""
 _MARGIN_PAGES = 96
 
-_ROW_BYTES = 256
-"""Of one record in all databases; leaves of rows that come in random order are two thirds full."""
+_ROW_BYTES = 384
+"""Of one record in all databases, of the longest key and in an extent of its own; leaves of rows
+that come in random order are two thirds full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

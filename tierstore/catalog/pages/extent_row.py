@@ -85,6 +85,7 @@ class ExtentRow:
             not 0 < record_count <= EXTENT_RECORDS_MAX
             or not 0 < group_count <= record_count
             or len(names) < record_count
+            or 0 in names[:record_count]
             or len(names) != record_count + sum(names[:record_count])
         ):
             raise CatalogDamagedError("an extent row is damaged")

@@ -17,10 +17,10 @@ from waiting import within_seconds
 
 from tierstore.catalog.catalog import Catalog
 from tierstore.catalog.pages.state import find_state, write_state
-from tierstore.catalog.rows import Databases
+from tierstore.catalog.rows import CATALOG_VERSION, Databases
 from tierstore.config import SecondaryConfig
 from tierstore.device.system import DatabasePoint, SystemCalls
-from tierstore.errors import ClosedError
+from tierstore.errors import CatalogError, ClosedError, ConfigError
 from tierstore.key import make_offload_keys
 from tierstore.lmdb_env.env import LmdbEnv
 from tierstore.manifest import Manifest
@@ -215,6 +215,45 @@ def test_damage_that_is_found_in_the_background_starts_an_empty_catalog(path):
     assert ["charged" in damage for damage in damages] == [True]
     assert tier.check() == []
     tier.close()
+
+
+def change_state(path, change):
+    """Change the state row of a catalog that is left without a seal."""
+    env = LmdbEnv.open(path / "catalog", map_bytes=1 << 30)
+    databases = Databases(env)
+    with env.write() as txn:
+        state = find_state(txn, databases)
+        change(state)
+        write_state(txn, databases, state)
+    env.close()
+
+
+def be_of_the_next_version(state):
+    state.format_version = CATALOG_VERSION + 1
+
+
+def be_of_lmdb(state):
+    state.backend = 1
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (be_of_the_next_version, CatalogError, "another path"),
+        (be_of_lmdb, ConfigError, "another backend"),
+    ],
+)
+def test_what_the_user_has_to_change_is_not_left_to_the_background(path, change, error, words):
+    """Goal: a catalog that would be verified for long is refused by the opening of its tier."""
+    change_state(path, change)
+    data = (path / "catalog" / "data.mdb").read_bytes()
+    system = Holding()  # nothing goes on: an opening that verified first would succeed
+    try:
+        with pytest.raises(error, match=words):
+            open_tier(path, system)
+    finally:
+        system.go_on()
+    assert (path / "catalog" / "data.mdb").read_bytes() == data
 
 
 def test_a_kill_during_the_verification_changes_nothing(tmp_path, path):
