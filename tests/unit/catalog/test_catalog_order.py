@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from catalog_harness import MIB, Harness
 
-from tierstore.catalog.messages import Evict, RemoveKeys, TouchKeys
+from tierstore.catalog.messages import Evict, ForgetNamespace, RemoveKeys, TouchKeys
 from tierstore.catalog.pages.extent_row import ExtentRow, indices_of
 from tierstore.catalog.pages.order import extent_keys
 from tierstore.catalog.rows import wide_key
@@ -125,6 +125,91 @@ def test_an_extent_that_contradicts_its_records_or_the_order_is_found(harness, c
     assert harness.catalog.check() != []
 
 
+def double_order_row(txn, databases):
+    (row,) = txn.cursor(db=databases.order)
+    txn.put(wide_key(int.from_bytes(row[0], "big") - 1), row[1], db=databases.order)
+
+
+def lose_order_row(txn, databases):
+    ((sequence, _),) = txn.cursor(db=databases.order)
+    txn.delete(sequence, db=databases.order)
+
+
+def misname_order_row(txn, databases):
+    ((sequence, extent),) = txn.cursor(db=databases.order)
+    txn.put(sequence, wide_key(int.from_bytes(extent, "big") + 1), db=databases.order)
+
+
+def lose_record(txn, databases):
+    (key, _), *_ = txn.cursor(db=databases.records)
+    txn.delete(key, db=databases.records)
+
+
+def share_a_place(txn, databases):
+    (key, _), (_, value), *_ = txn.cursor(db=databases.records)
+    txn.put(key, value, db=databases.records)
+
+
+def rename_record(txn, databases):
+    (key, value), *_ = txn.cursor(db=databases.records)
+    txn.delete(key, db=databases.records)
+    txn.put(key[:-1] + bytes([key[-1] ^ 1]), value, db=databases.records)
+
+
+def lengthen_extent_key(txn, databases):
+    ((key, value),) = txn.cursor(db=databases.extents)
+    txn.delete(key, db=databases.extents)
+    txn.put(key + b"x", value, db=databases.extents)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        double_order_row,
+        lose_order_row,
+        misname_order_row,
+        lose_record,
+        share_a_place,
+        rename_record,
+        lengthen_extent_key,
+    ],
+)
+def test_rows_that_do_not_name_each_other_are_found(harness, change):
+    """Goal: groups and order, and keys in extents and records, are one to one."""
+    harness.store(*range(4))
+    catalog = harness.catalog
+    with catalog._env.write() as txn:
+        change(txn, catalog._databases)
+    try:
+        problems = catalog.check()
+    except CatalogDamagedError as error:
+        problems = [str(error)]
+    assert problems != []
+
+
+@pytest.mark.parametrize("number", [0, 1999])
+def test_a_contradiction_in_one_of_many_steps_is_found(tmp_path, number):
+    harness = Harness(tmp_path, capacity=32 * MIB, chunk=4096)
+    harness.store(*range(2000))
+    assert len(rows(harness, "extents")) > 32
+    assert harness.catalog.check() == []
+    change_extent(harness, number, swap_keys)
+    assert any("disagree" in problem for problem in harness.catalog.check())
+    harness.catalog.close()
+
+
+def test_extents_of_a_forgotten_namespace_are_verified_before_they_are_swept(harness):
+    """Goal: their keys name nothing any more; their groups are still rows of the order."""
+    harness.store(*range(40))
+    harness.writer.handle([ForgetNamespace(harness.manifest.namespace)])
+    assert rows(harness, "extents") != {}
+    assert harness.catalog.check() == []
+    database = harness.catalog._databases.order
+    with harness.catalog._env.write() as txn:
+        txn.delete(next(iter(txn.cursor(db=database)))[0], db=database)
+    assert harness.catalog.check() != []
+
+
 @pytest.mark.parametrize("change", [swap_keys, empty_keys])
 def test_an_eviction_that_meets_such_an_extent_changes_nothing(harness, change):
     harness.store(*range(4))
@@ -152,6 +237,14 @@ def test_groups_that_contradict_each_other_are_damage(groups):
     row.groups = groups
     with pytest.raises(CatalogDamagedError):
         ExtentRow.unpack(row.pack())
+
+
+def test_an_extent_row_with_an_empty_key_is_damage():
+    for keys in ([b""] * 3, [b"k" * 44, b"", b"l" * 44]):
+        row = ExtentRow.of(1, keys)
+        row.groups = {7: 0b001}
+        with pytest.raises(CatalogDamagedError):
+            ExtentRow.unpack(row.pack())
 
 
 def test_an_extent_row_that_is_cut_or_has_a_rest_is_damage():
