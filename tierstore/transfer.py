@@ -214,11 +214,11 @@ class TransferDone:
 
     Each command has one answer, with one exception: chunks of a load that are reported as
     `DEADLINE` are still being read, so their slots stay reserved. When the last of them has
-    settled, a second answer of the same job says which of them failed for good.
+    settled, a second answer of the same job says which of them failed in the end.
     """
 
     job_id: JobId
     ok: bool = True
     failed: dict[int, FailureReason] = field(default_factory=dict)
     cause: str = ""
-    """What the system called the last failure, such as `EIO`; empty: nobody knows."""
+    """What the system called the last failure, such as `EIO`; empty: it is not known."""

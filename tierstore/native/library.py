@@ -3,6 +3,7 @@
 import ctypes
 import importlib
 import os
+import struct
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ SWITCH = "TIERSTORE_NATIVE"
 
 HASH_NAMES = ("XXH3_64bits_dispatch", "XXH3_64bits")
 """Names of xxh3_64 in the extension module of xxhash; the first one chooses by the processor."""
+_ELF_HEAD = struct.Struct("<5s35xQ10xHH2x")
+"""Of the head of a file of 64 bits: magic and class; the table of sections, its rows and count."""
+_ELF_MAGIC = b"\x7fELF\2"
 _TRIED_BYTES = bytes(range(256)) * 5
 
 
@@ -48,6 +52,8 @@ def load_library(path: Path, hash_names: Sequence[str] = HASH_NAMES) -> Loaded:
     if not path.is_file():
         return Loaded(None, "not compiled at the installation")
     try:
+        if not _is_whole(path):
+            return Loaded(None, "cut off, or no library; install again")
         function = _find_hash(hash_names)
         calls = ExtentCalls(path, function) if function is not None else None
         is_current = calls is not None and calls.source_mark == source_mark()
@@ -58,6 +64,20 @@ def load_library(path: Path, hash_names: Sequence[str] = HASH_NAMES) -> Loaded:
     if not is_current:
         return Loaded(None, "compiled from another version; install again")
     return Loaded(calls)
+
+
+def _is_whole(path: Path) -> bool:
+    """Return whether an ELF file has its last part, the table of its sections.
+
+    The loader maps a file that was cut off, and the process ends where it touches what is missing.
+    """
+    with path.open("rb") as file:
+        head = file.read(_ELF_HEAD.size)
+        if len(head) < _ELF_HEAD.size:
+            return False
+        magic, table_at, row_bytes, row_count = _ELF_HEAD.unpack(head)
+        end = table_at + row_bytes * row_count
+        return bool(magic == _ELF_MAGIC) and os.fstat(file.fileno()).st_size >= end
 
 
 def _find_hash(names: Sequence[str]) -> HashFunction | None:

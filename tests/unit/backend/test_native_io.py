@@ -264,6 +264,37 @@ def test_no_place_moves_a_byte_outside_of_its_slot(places):
     assert first == second
 
 
+@pytest.mark.parametrize("payload_bytes", [0, PAGE_BYTES + 1])
+def test_a_payload_that_is_not_within_its_slot_is_refused(payload_bytes):
+    """The next slot has bytes, too, which would be summed up and stored."""
+    place = Place(np.array((1, 0, 0, 1, payload_bytes, 8), "<u4").tobytes())
+
+    def run(backend, folder):
+        pool = memoryview(mmap.mmap(-1, 2 * PAGE_BYTES))
+        record = RecordIo(OffloadKey(spread_hash(1)), place, pool[:PAGE_BYTES])
+        return backend.write([record]), backend.read([record]), files_of(folder)
+
+    refused = ({0: FailureReason.LAYOUT}, {0: FailureReason.CORRUPT}, {})
+    assert on_both(run) == [refused, refused]
+
+
+@pytest.mark.parametrize("mode", ["direct", "buffered"])
+def test_bytes_of_an_earlier_read_do_not_pass_for_those_that_did_not_arrive(mode):
+    """The slots hold what was asked for; the file has lost the last payload since."""
+    extent = Extent(4, PAGE_BYTES)
+
+    def run(backend, folder):
+        assert backend.write(extent.to_write()) == {}
+        records = extent.to_read()
+        assert backend.read(records) == {}
+        (path,) = folder.glob("*.seg")
+        os.truncate(path, 4 * PAGE_BYTES)
+        return backend.read(records)
+
+    lost = {3: FailureReason.ABSENT}
+    assert on_both(run, mode=mode) == [lost, lost]
+
+
 def test_another_key_or_length_is_refused_on_both_paths():
     extent, others = Extent(3, 5000), Extent(3, 5000)
 

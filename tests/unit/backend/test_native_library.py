@@ -36,6 +36,21 @@ def test_what_is_no_library_or_another_one_is_not_taken(tmp_path):
     assert "tierstore_source_mark" in load_library(other).why
 
 
+def test_a_library_that_was_cut_off_does_not_end_the_process(tmp_path):
+    """In a process of its own, which a library without its pages may end by a signal."""
+    native()
+    content = compiled().read_bytes()
+    cuts = [*range(64, len(content), 1024), len(content) - 1]
+    for cut in cuts:
+        (tmp_path / f"{cut}.so").write_bytes(content[:cut])
+    script = (
+        "import sys; from pathlib import Path; from tierstore.native.library import load_library\n"
+        "for path in sys.argv[1:]: assert load_library(Path(path)).calls is None, path"
+    )
+    paths = [tmp_path / f"{cut}.so" for cut in cuts]
+    subprocess.run([sys.executable, "-c", script, *paths], check=True, env=environment())
+
+
 def test_a_library_of_another_version_of_the_source_is_not_taken(tmp_path):
     native()
     target = tmp_path / "older.so"
