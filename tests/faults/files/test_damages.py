@@ -9,6 +9,7 @@ import pytest
 from campaign import run_campaign
 from damages import OLD, DamagedStores
 
+from tierstore.catalog.rows import CATALOG_VERSION
 from tierstore.device.block_units import BlockUnits
 from tierstore.device.system import SystemCalls
 
@@ -62,7 +63,7 @@ def test_a_damaged_number_in_the_row_of_a_catalog_leaves_its_tier_in_use(tmp_pat
     What is given out next, what kind of tier it is, of which release: nothing else says so.
     """
     stores = DamagedStores(tmp_path, backend)
-    row = b"state" + struct.pack("<QQQ", 2, backend == "lmdb", 1)
+    row = b"state" + struct.pack("<QQQ", CATALOG_VERSION, backend == "lmdb", 1)
     number_count = 13 + 1
     for at in range(0, 8 * number_count, 8):
         for byte, bit in ((0, 0x01), (4, 0x80), (7, 0x80)):

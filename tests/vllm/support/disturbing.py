@@ -115,7 +115,7 @@ def removed(lab: Lab) -> dict[str, Any]:
 def _close_segments(lab: Lab) -> None:
     """Forget the open files: they would still give the right bytes."""
     lab.files._open.close()
-    lab.files._open.open()
+    lab.files._open.open(mapped=False)
 
 
 def _damaged(lab: Lab, damage: Any) -> dict[str, Any]:
