@@ -52,6 +52,7 @@ class ScriptedKernel:
             function.restype = ctypes.c_ssize_t
             function.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
         self._path = path
+        self.begin([])  # the library is one, and may have a script that was not played to its end
 
     def native(self) -> Loaded:
         return load_library(self._path)
