@@ -68,11 +68,12 @@ def end_page(places: Places) -> int:
 
 def split_extents(places: Places) -> list[tuple[int, int]]:
     """Return the half-open ranges of records that follow each other in one extent."""
+    index = places["index"].astype(np.int64)
     follows = (
         (places["segment"][1:] == places["segment"][:-1])
         & (places["header_page"][1:] == places["header_page"][:-1])
         & (places["stride_pages"][1:] == places["stride_pages"][:-1])
-        & (places["index"][1:] == places["index"][:-1] + 1)
+        & (index[1:] == index[:-1] + 1)
     )
     bounds = [0, *(np.flatnonzero(~follows) + 1).tolist(), len(places)]
     return list(pairwise(bounds))
@@ -124,5 +125,5 @@ def _plan_part(
 def _payload_pages(places: Places) -> Pages:
     """Return the first page of each payload."""
     index = places["index"].astype(np.int64)
-    pages: Pages = places["header_page"] + 1 + index * places["stride_pages"]
+    pages: Pages = places["header_page"].astype(np.int64) + 1 + index * places["stride_pages"]
     return pages
