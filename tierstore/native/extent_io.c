@@ -24,7 +24,8 @@
 
 enum { DONE = 0, UNTRIED = -1, SHORT = -2, IMPOSSIBLE = -3, MISMATCH = -4 }; /* or an errno */
 
-typedef struct {
+/* Packed: the bytes of places come from anywhere, and begin at any address. */
+typedef struct __attribute__((packed)) {
     uint32_t segment, header_page, index, stride_pages, payload_bytes, segment_pages;
 } place_t;
 

@@ -7,7 +7,9 @@ Prints one JSON object: how many scenarios there were, what they came to, the lo
 first seeds that went wrong, with words. `damage-*`: random damage to the files of closed and killed
 stores (`damages`). `calls-*`: random faults of a device while a store lives (`lives`).
 `crash-*`: what a kill or a power cut leaves (`crashes`); `cut-*`: the same of a tier with
-`io.durable`, which promises more.
+`io.durable`, which promises more. `batches-*`: batches that no planner makes, on the native path
+and the interpreted one (`native_batches`); the library as it is, or compiled so that it ends the
+process at what C does not define, or at a use of memory that is not its own.
 """
 
 import argparse
@@ -38,7 +40,7 @@ KINDS = [
     f"{kind}-{backend}"
     for kind in ("damage", "calls", "crash", "cut")
     for backend in ("file", "lmdb")
-]
+] + ["batches-plain", "batches-undefined", "batches-address"]
 
 
 @dataclass
@@ -112,9 +114,12 @@ def _answers(kind: str, seeds: range, folder: Path | None, seconds_max: float) -
 def _one_process(kind: str, seeds: range, place: Path, words, seconds_max: float) -> Iterator[dict]:
     lines: queue.Queue[str] = queue.Queue()
     numbers = [str(number) for number in (seeds.start, seeds.stop, seeds.step)]
+    checks = {}
+    if kind == "batches-address":
+        checks = {"LD_PRELOAD": compiler_file("libasan.so"), "ASAN_OPTIONS": "detect_leaks=0"}
     with subprocess.Popen(
         [sys.executable, __file__, "--worker", kind, str(place), *numbers],
-        env=environment(),
+        env=environment(**checks),
         stdout=subprocess.PIPE,
         stderr=words,
         text=True,
@@ -137,6 +142,12 @@ def _one_process(kind: str, seeds: range, place: Path, words, seconds_max: float
             yield json.loads(line)
 
 
+def compiler_file(name: str) -> str:
+    """Return the path of a file that the compiler brings."""
+    command = ["cc", f"-print-file-name={name}"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
 def _read(stream, lines: queue.Queue) -> None:
     for line in stream:
         lines.put(line)
@@ -153,6 +164,10 @@ def _worker(kind: str, place: Path, seeds: range) -> None:
 
 def _runner(kind: str, place: Path) -> Callable[[int], dict]:
     what, _, backend = kind.partition("-")
+    if what == "batches":
+        from native_batches import CHECKS, HostileBatches
+
+        return HostileBatches(place, *CHECKS[backend]).run
     if what == "damage":
         from damages import DamagedStores
 
