@@ -3,7 +3,6 @@
 import ctypes
 import importlib
 import os
-import struct
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,18 +12,16 @@ from pathlib import Path
 from xxhash import xxh3_64_intdigest
 
 from tierstore.native.calls import ExtentCalls, HashFunction
-from tierstore.native.compiling import LIBRARY, source_mark
+from tierstore.native.compiling import LIBRARY, is_sealed, source_mark
 
 __all__ = ["HASH_NAMES", "SWITCH", "Loaded", "find_library", "load_library"]
 
 SWITCH = "TIERSTORE_NATIVE"
-"""Environment variable; `0` moves bytes by the interpreter."""
+"""Environment variable; `0` moves bytes by the interpreter, and so does what nobody expects."""
 
 HASH_NAMES = ("XXH3_64bits_dispatch", "XXH3_64bits")
 """Names of xxh3_64 in the extension module of xxhash; the first one chooses by the processor."""
-_ELF_HEAD = struct.Struct("<5s35xQ10xHH2x")
-"""Of the head of a file of 64 bits: magic and class; the table of sections, its rows and count."""
-_ELF_MAGIC = b"\x7fELF\2"
+_ON = {"", "1"}
 _TRIED_BYTES = bytes(range(256)) * 5
 
 
@@ -40,20 +37,23 @@ class Loaded:
 @cache
 def find_library() -> Loaded:
     """Load the library of this installation, unless the environment forbids it."""
-    if os.environ.get(SWITCH) == "0":
+    switch = os.environ.get(SWITCH, "")
+    if switch in _ON:
+        return load_library(LIBRARY)
+    if switch == "0":
         return Loaded(None, f"{SWITCH}=0")
-    return load_library(LIBRARY)
+    return Loaded(None, f"{SWITCH}={switch!r}; expected 0 or 1")
 
 
 def load_library(path: Path, hash_names: Sequence[str] = HASH_NAMES) -> Loaded:
     """Load the library at `path`, and a hash function that xxhash brings, by one of its names."""
     if sys.byteorder != "little" or not sys.platform.startswith("linux"):
         return Loaded(None, "not built for this platform")
-    if not path.is_file():
-        return Loaded(None, "not compiled at the installation")
     try:
-        if not _is_whole(path):
-            return Loaded(None, "cut off, or no library; install again")
+        if not path.is_file():
+            return Loaded(None, "not compiled at the installation")
+        if not is_sealed(path):
+            return Loaded(None, "damaged, or no library; install again")
         function = _find_hash(hash_names)
         calls = ExtentCalls(path, function) if function is not None else None
         is_current = calls is not None and calls.source_mark == source_mark()
@@ -64,20 +64,6 @@ def load_library(path: Path, hash_names: Sequence[str] = HASH_NAMES) -> Loaded:
     if not is_current:
         return Loaded(None, "compiled from another version; install again")
     return Loaded(calls)
-
-
-def _is_whole(path: Path) -> bool:
-    """Return whether an ELF file has its last part, the table of its sections.
-
-    The loader maps a file that was cut off, and the process ends where it touches what is missing.
-    """
-    with path.open("rb") as file:
-        head = file.read(_ELF_HEAD.size)
-        if len(head) < _ELF_HEAD.size:
-            return False
-        magic, table_at, row_bytes, row_count = _ELF_HEAD.unpack(head)
-        end = table_at + row_bytes * row_count
-        return bool(magic == _ELF_MAGIC) and os.fstat(file.fileno()).st_size >= end
 
 
 def _find_hash(names: Sequence[str]) -> HashFunction | None:
