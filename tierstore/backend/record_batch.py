@@ -77,6 +77,15 @@ class RecordBatch(Sequence[RecordIo]):
             _Slots.of([record.slot for record in records]),
         )
 
+    def require_writable(self) -> None:
+        """Refuse slots that may not be written: who has their addresses would not notice.
+
+        Raises:
+            BufferError: there is one.
+        """
+        if self._memory.is_readonly:
+            raise BufferError("a slot to read into is not writable")
+
     def __len__(self) -> int:
         return len(self.keys)
 
@@ -115,6 +124,10 @@ class _Pool:
         inside = np.minimum(np.where(offsets >= 0, offsets, buffer.nbytes), buffer.nbytes)
         return cls(buffer, inside, np.minimum(buffer.nbytes - inside, max(0, slot_bytes)))
 
+    @property
+    def is_readonly(self) -> bool:
+        return self._buffer.readonly
+
     def part(self, chosen: slice) -> "_Pool":
         return _Pool(self._buffer, self._offsets[chosen], self.slot_bytes[chosen])
 
@@ -142,6 +155,10 @@ class _Slots:
     def of(cls, slots: Sequence[memoryview]) -> Self:
         addresses = np.array(list(map(buffer_address, slots)), np.uint64)
         return cls(slots, addresses, np.array([slot.nbytes for slot in slots], np.int64))
+
+    @property
+    def is_readonly(self) -> bool:
+        return any(slot.readonly for slot in self._slots)
 
     def part(self, chosen: slice) -> "_Slots":
         return _Slots(self._slots[chosen], self.addresses[chosen], self.slot_bytes[chosen])

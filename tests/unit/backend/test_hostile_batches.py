@@ -6,9 +6,15 @@ import numpy as np
 import pytest
 from campaign import run_campaign
 from native_batches import HostileBatches
+from native_library import interpreted, native
+from opened_backend import opened
 
+from tierstore.backend.protocol import RecordIo
+from tierstore.backend.record_batch import RecordBatch
 from tierstore.backend.segments.extent import plan_reads, split_extents
 from tierstore.codec.record import PLACE_DTYPE
+from tierstore.layout import PAGE_BYTES
+from tierstore.testing.extents import Extent, write_extent
 
 
 def places_of(*rows):
@@ -42,3 +48,27 @@ def test_hostile_batches_make_the_library_do_nothing_undefined():
     found = run_campaign("batches-undefined", range(60))
     assert found.failures == []
     assert found.counts["tries"] == 60
+
+
+@pytest.mark.parametrize("library", [native, interpreted])
+@pytest.mark.parametrize("is_pool", [True, False])
+def test_memory_that_may_not_be_written_is_not_read_into(tmp_path, library, is_pool):
+    """An immutable object of Python's own may lie there, which others share."""
+    backend = opened(tmp_path, library=library, mode="buffered")
+    extent = Extent(2, 5000)
+    write_extent(backend, extent)
+    content = bytes(4 * PAGE_BYTES)
+    records = [
+        RecordIo(key, place, memoryview(content)[start : start + 2 * PAGE_BYTES])
+        for key, place, start in zip(extent.keys, extent.places, (0, 2 * PAGE_BYTES), strict=True)
+    ]
+    if is_pool:
+        offsets = np.array([0, 2 * PAGE_BYTES])
+        records = RecordBatch.in_pool(
+            extent.keys, extent.places, memoryview(content), offsets, 2 * PAGE_BYTES
+        )
+    with pytest.raises(BufferError):
+        backend.read(records)
+    assert not any(content)
+    assert extent.served(backend) == [None, None]
+    backend.close()

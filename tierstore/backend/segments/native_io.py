@@ -79,7 +79,12 @@ class NativeIo:
         return failed
 
     def read(self, batch: RecordBatch) -> Unread:
-        """Read records into their slots and verify them."""
+        """Read records into their slots and verify them.
+
+        Raises:
+            BufferError: a slot is not writable.
+        """
+        batch.require_writable()
         task = self._task(batch)
         first = 0
         is_whole = True
