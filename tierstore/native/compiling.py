@@ -59,9 +59,9 @@ def compile_library(
     compiler = next(filter(shutil.which, [words[0], "cc", "gcc", "clang"]), None) if words else None
     if compiler is None:
         return "there is no C compiler"
-    mark = f"-DTIERSTORE_SOURCE_MARK={source_mark()}ull"
-    flags = [*(words[1:] if compiler == words[0] else ()), *_FLAGS, mark, *more_flags]
     try:
+        mark = f"-DTIERSTORE_SOURCE_MARK={source_mark()}ull"
+        flags = [*(words[1:] if compiler == words[0] else ()), *_FLAGS, mark, *more_flags]
         with tempfile.TemporaryDirectory(
             prefix=f"{target.stem}.", suffix=target.suffix, dir=target.parent
         ) as folder:
@@ -72,7 +72,7 @@ def compile_library(
                 return f"{compiler} {why}"
             scratch.replace(target)
     except OSError as error:
-        return f"{compiler} cannot be run, or {target.parent} not written: {error}"
+        return f"{compiler} cannot be run, or a file not read or written: {error}"
     return ""
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import os
+import runpy
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ from store_kit import config_of
 
 from tierstore import Manifest, TierStore
 from tierstore.layout import PAGE_BYTES
-from tierstore.native.compiling import compile_library, source_mark
+from tierstore.native.compiling import LIBRARY, compile_library, source_mark
 from tierstore.native.library import HASH_NAMES, Loaded, find_library, load_library
 
 
@@ -223,6 +224,15 @@ def test_words_that_name_no_compiler_are_told_or_passed_over(tmp_path, monkeypat
 def test_a_tree_that_cannot_be_written_is_told():
     native()
     assert compile_library(Path("/proc/lib.so"))
+
+
+def test_a_source_that_is_not_there_is_told(tmp_path):
+    """To the build, which goes on without a library."""
+    native()
+    (tmp_path / "compiling.py").write_text(LIBRARY.with_name("compiling.py").read_text())
+    why = runpy.run_path(str(tmp_path / "compiling.py"))["compile_library"]()
+    assert "extent_io.c" in why
+    assert not list(tmp_path.glob("*.so"))
 
 
 def test_compilations_at_once_do_not_disturb_each_other(tmp_path):
