@@ -1,7 +1,9 @@
 """The control half between an engine's scheduler and the tiers."""
 
 import dataclasses
+import itertools
 import logging
+import operator
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -31,6 +33,9 @@ __all__ = [
 ]
 
 _logger = bounded(logging.getLogger(__name__))
+
+_UNKNOWN_REQUEST = RequestOffloadState((), {}, {})
+"""It completes no chunk."""
 
 IDLE_STEP_COUNT_MAX = 20_000
 """Steps without an answer after which an idle engine is let go; what is left waits for requests."""
@@ -184,14 +189,11 @@ class OffloadPlanner:
 
     def completing(self, request_ids: Sequence[str], ready_tokens: Sequence[int]) -> list[int]:
         """Return which requests, by position, `EngineStep.progress` must name if so far ready."""
-        find = self._requests.get
-        return [
-            i
-            for i, (state, ready) in enumerate(
-                zip(map(find, request_ids), ready_tokens, strict=True)
-            )
-            if state is not None and ready >= state.next_ready_tokens
-        ]
+        # Every running request is asked about in every step: no call of Python for any of them.
+        states = map(self._requests.get, request_ids, itertools.repeat(_UNKNOWN_REQUEST))
+        next_ready_tokens = map(operator.attrgetter("next_ready_tokens"), states)
+        is_complete = map(operator.ge, ready_tokens, next_ready_tokens)
+        return list(itertools.compress(range(len(request_ids)), is_complete))
 
     def plan_step(self, step: EngineStep) -> PlannedStep:
         """Take what the engine scheduled; return the transfers around this step.
