@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import logging
+import math
 import operator
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -33,9 +34,6 @@ __all__ = [
 ]
 
 _logger = bounded(logging.getLogger(__name__))
-
-_UNKNOWN_REQUEST = RequestOffloadState((), {}, {})
-"""It completes no chunk."""
 
 IDLE_STEP_COUNT_MAX = 20_000
 """Steps without an answer after which an idle engine is let go; what is left waits for requests."""
@@ -92,6 +90,9 @@ class OffloadPlanner:
         self._counters = counters
         self._clock = clock
         self._requests: dict[str, RequestOffloadState] = {}
+        self._next_ready: dict[str, int] = {}
+        """`next_ready_tokens` of requests. Each running one is looked up in each step, and to find
+        256 of their objects in memory would take as long as all the rest."""
         self._in_flight = InFlight()
         self._offloads = Offloads(self._configs, stack, self._in_flight)
         self._loads: list[Command] = []
@@ -122,6 +123,7 @@ class OffloadPlanner:
             told = use.by(request_id) if self.needs_use else None
             state = RequestOffloadState.build(block_hashes, self._configs, told)
             self._requests[request_id] = state
+            self._next_ready[request_id] = state.next_ready_tokens
 
     def finish_request(self, request_id: str, last: LastTable | None = None) -> None:
         """Forget a request; its jobs go on and are settled by their answers.
@@ -130,6 +132,7 @@ class OffloadPlanner:
         give away. It must be planned before anything else writes to them.
         """
         state = self._requests.pop(request_id, None)
+        self._next_ready.pop(request_id, None)
         if state is not None and last is not None:
             self._offloads.keep_leftovers(request_id, state, last)
             self._idle_steps = 0
@@ -189,9 +192,7 @@ class OffloadPlanner:
 
     def completing(self, request_ids: Sequence[str], ready_tokens: Sequence[int]) -> list[int]:
         """Return which requests, by position, `EngineStep.progress` must name if so far ready."""
-        # Every running request is asked about in every step: no call of Python for any of them.
-        states = map(self._requests.get, request_ids, itertools.repeat(_UNKNOWN_REQUEST))
-        next_ready_tokens = map(operator.attrgetter("next_ready_tokens"), states)
+        next_ready_tokens = map(self._next_ready.get, request_ids, itertools.repeat(math.inf))
         is_complete = map(operator.ge, ready_tokens, next_ready_tokens)
         return list(itertools.compress(range(len(request_ids)), is_complete))
 
@@ -206,6 +207,8 @@ class OffloadPlanner:
         self._take_tables(step, writes)
         self._fences |= self._in_flight.readers_of(writes.all())
         offloads = self._offloads.plan(step, self._requests, writes)
+        self._expect(table.request_id for table in step.full_tables)
+        self._expect(progress.request_id for progress in step.progress)
         commands = (*self._loads, *self._stack.commands(), *offloads)
         self._idle_steps = 0 if commands else self._idle_steps + 1
         if not (commands or self._fences or self._failed_requests):
@@ -218,6 +221,13 @@ class OffloadPlanner:
         self._loads, self._load_requests = [], {}
         self._failed_requests, self._fences = [], set()
         return planned
+
+    def _expect(self, request_ids: Iterable[str]) -> None:
+        """Take over when the next chunks of requests are complete."""
+        for request_id in request_ids:
+            state = self._requests.get(request_id)
+            if state is not None:
+                self._next_ready[request_id] = state.next_ready_tokens
 
     def _take_preempted(self, request_ids: Sequence[str]) -> None:
         self._fences |= self._in_flight.offloads_of(request_ids)
@@ -305,6 +315,7 @@ class OffloadPlanner:
         self._offloads = Offloads(self._configs, self._stack, self._in_flight)
         for state in self._requests.values():
             state.outdate(self._configs)
+        self._expect(self._requests)
 
     def drop_offloads(self) -> None:
         """Let no offload in flight, or due, be found: what computed its blocks is in doubt."""
