@@ -194,6 +194,22 @@ class HealthMachine(RuleBasedStateMachine):
         assert states == [ChunkState.RESIDENT] * 4
 
 
+def test_a_release_that_succeeds_lets_a_write_that_failed_before_it_be_tried(tmp_path):
+    """Goal: both are signs of the device, so the doubt about writes ends with the release."""
+    machine = HealthMachine()
+    machine.paths = lambda _name: tmp_path
+    machine.open("write_through")
+    machine.break_down(FailureReason.IO_ERROR)
+    machine.keep_some(number=0, count=1)
+    for _ in range(3):
+        machine.pump()
+    assert machine.demotes.complaints(), "the write, and the release of its place, have failed"
+    machine.break_down("hang")
+    machine.pump()
+    assert [type(command) for command in machine.hung] == [Release]
+    machine.teardown()
+
+
 def test_a_device_that_fails_in_any_order_is_used_again(tmp_path_factory):
     HealthMachine.paths = tmp_path_factory.mktemp
     HealthMachine.TestCase.settings = settings(

@@ -42,13 +42,10 @@ class GroupOffloadConfig:
     alignment_tokens: int
     """Every hit is a multiple of it: the least common multiple of all groups' chunks and of what
     the engine asks for."""
+    tokens_per_chunk: int
+    """Tokens whose KV one chunk holds. Kept, since each request asks with each chunk."""
     is_draft: bool = False
     """The group holds layers of a draft model (module docstring)."""
-
-    @property
-    def tokens_per_chunk(self) -> int:
-        """Tokens whose KV one chunk holds."""
-        return self.spec.tokens_per_chunk
 
     def keys(
         self, block_hashes: Sequence[bytes], first_chunk: int, end_chunk: int
@@ -147,6 +144,7 @@ def build_group_configs(
             namespace=namespace,
             hashes_per_chunk=spec.tokens_per_chunk // hash_tokens,
             alignment_tokens=alignment,
+            tokens_per_chunk=spec.tokens_per_chunk,
             is_draft=spec.group_idx in draft_groups,
         )
         for spec in specs

@@ -1,7 +1,10 @@
 """The control half between an engine's scheduler and the tiers."""
 
 import dataclasses
+import itertools
 import logging
+import math
+import operator
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -87,6 +90,9 @@ class OffloadPlanner:
         self._counters = counters
         self._clock = clock
         self._requests: dict[str, RequestOffloadState] = {}
+        self._next_ready: dict[str, int] = {}
+        """`next_ready_tokens` of requests. Each running one is looked up in each step, and to find
+        256 of their objects in memory would take as long as all the rest."""
         self._in_flight = InFlight()
         self._offloads = Offloads(self._configs, stack, self._in_flight)
         self._loads: list[Command] = []
@@ -117,6 +123,7 @@ class OffloadPlanner:
             told = use.by(request_id) if self.needs_use else None
             state = RequestOffloadState.build(block_hashes, self._configs, told)
             self._requests[request_id] = state
+            self._next_ready[request_id] = state.next_ready_tokens
 
     def finish_request(self, request_id: str, last: LastTable | None = None) -> None:
         """Forget a request; its jobs go on and are settled by their answers.
@@ -125,6 +132,7 @@ class OffloadPlanner:
         give away. It must be planned before anything else writes to them.
         """
         state = self._requests.pop(request_id, None)
+        self._next_ready.pop(request_id, None)
         if state is not None and last is not None:
             self._offloads.keep_leftovers(request_id, state, last)
             self._idle_steps = 0
@@ -184,14 +192,9 @@ class OffloadPlanner:
 
     def completing(self, request_ids: Sequence[str], ready_tokens: Sequence[int]) -> list[int]:
         """Return which requests, by position, `EngineStep.progress` must name if so far ready."""
-        find = self._requests.get
-        return [
-            i
-            for i, (state, ready) in enumerate(
-                zip(map(find, request_ids), ready_tokens, strict=True)
-            )
-            if state is not None and ready >= state.next_ready_tokens
-        ]
+        next_ready_tokens = map(self._next_ready.get, request_ids, itertools.repeat(math.inf))
+        is_complete = map(operator.ge, ready_tokens, next_ready_tokens)
+        return list(itertools.compress(range(len(request_ids)), is_complete))
 
     def plan_step(self, step: EngineStep) -> PlannedStep:
         """Take what the engine scheduled; return the transfers around this step.
@@ -204,6 +207,8 @@ class OffloadPlanner:
         self._take_tables(step, writes)
         self._fences |= self._in_flight.readers_of(writes.all())
         offloads = self._offloads.plan(step, self._requests, writes)
+        self._expect(table.request_id for table in step.full_tables)
+        self._expect(progress.request_id for progress in step.progress)
         commands = (*self._loads, *self._stack.commands(), *offloads)
         self._idle_steps = 0 if commands else self._idle_steps + 1
         if not (commands or self._fences or self._failed_requests):
@@ -216,6 +221,13 @@ class OffloadPlanner:
         self._loads, self._load_requests = [], {}
         self._failed_requests, self._fences = [], set()
         return planned
+
+    def _expect(self, request_ids: Iterable[str]) -> None:
+        """Take over when the next chunks of requests are complete."""
+        for request_id in request_ids:
+            state = self._requests.get(request_id)
+            if state is not None:
+                self._next_ready[request_id] = state.next_ready_tokens
 
     def _take_preempted(self, request_ids: Sequence[str]) -> None:
         self._fences |= self._in_flight.offloads_of(request_ids)
@@ -303,6 +315,7 @@ class OffloadPlanner:
         self._offloads = Offloads(self._configs, self._stack, self._in_flight)
         for state in self._requests.values():
             state.outdate(self._configs)
+        self._expect(self._requests)
 
     def drop_offloads(self) -> None:
         """Let no offload in flight, or due, be found: what computed its blocks is in doubt."""

@@ -64,8 +64,10 @@ class Loads:
                 wanted.append((keys, slots))
                 pinned.extend(keys)
                 continue
-            pinned.extend(key for key, slot in zip(keys, slots, strict=True) if slot is not None)
-            missing = [key for key, slot in zip(keys, slots, strict=True) if slot is None]
+            missing = keys
+            if slots.count(None) < len(keys):
+                missing = [key for key, slot in zip(keys, slots, strict=True) if slot is None]
+                pinned += [key for key, slot in zip(keys, slots, strict=True) if slot is not None]
             known = missing
             if self._locator.is_any_busy(missing):
                 known = [key for key in missing if not self._locator.is_busy(key)]

@@ -115,23 +115,18 @@ class Locator:
         Covers at least the chunks up to the first absent one. Those after it may be left out, or
         be reported as absent.
         """
-        head = self._resident_count(keys)
-        if head == len(keys):
-            return [ChunkState.RESIDENT] * head
-        states = [ChunkState.RESIDENT] * head
-        # If nothing is recorded, which is usual, the first one shows it.
-        first = self.states_in_step(keys[head : head + 1])
-        if first == [ChunkState.ABSENT]:
-            return states + first
-        rest = keys[head:]
-        found = self._local_states(rest)
-        missing = _absent(found)
-        # A few keys are answered in this step; only a long run has to wait for the next one.
-        for asked in (missing[:ASKED_AT_ONCE_MAX], missing[ASKED_AT_ONCE_MAX:]):
-            self._ask_tiers(rest, found, asked)
-            if any(found[i] is ChunkState.ABSENT for i in asked):
-                break
-        return states + found
+        if not self._stale and self._primary.holds_all(keys):
+            return [ChunkState.RESIDENT] * len(keys)
+        states = self._local_states(keys)
+        missing = _absent(states)
+        # If nothing is recorded, which is usual, the first one shows it. A few keys are answered
+        # in this step; only a long run has to wait for the next one.
+        few = ASKED_AT_ONCE_MAX + 1
+        for asked in (missing[:1], missing[1:few], missing[few:]):
+            absent = self._ask_tiers(keys, states, asked)
+            if absent:
+                return states[: absent[0] + 1]
+        return states
 
     def match_prefix(self, keys: Sequence[OffloadKey]) -> int:
         """Return how many leading chunks can be loaded now (resident or recorded)."""
@@ -153,23 +148,37 @@ class Locator:
 
     def _ask_tiers(
         self, keys: Sequence[OffloadKey], states: list[ChunkState], missing: Sequence[int]
-    ) -> None:
+    ) -> Sequence[int]:
+        """Ask for chunks, by index, and note their states; return those that no tier has."""
         for records in self._records:
             if not missing:
-                return
-            found = records.states([keys[i] for i in missing])
-            for i, state in zip(missing, found, strict=True):
-                states[i] = state
+                break
+            first, end = missing[0], missing[-1] + 1
+            if end - first == len(missing):  # usual: a prefix is recorded from some chunk on
+                found = records.states(keys[first:end])
+                states[first:end] = found
+            else:
+                found = records.states([keys[i] for i in missing])
+                for i, state in zip(missing, found, strict=True):
+                    states[i] = state
+            if ChunkState.ABSENT not in found:
+                return ()
             missing = [i for i in missing if states[i] is ChunkState.ABSENT]
+        return missing
 
     def _local_states(self, keys: Sequence[OffloadKey]) -> list[ChunkState]:
         slots = self.slots(keys)
-        if None not in slots:
+        absent_count = slots.count(None)
+        if not absent_count:
             return [ChunkState.RESIDENT] * len(keys)
+        is_any_busy = self.is_any_busy(keys)
+        if absent_count == len(keys) and not is_any_busy:
+            return [ChunkState.ABSENT] * len(keys)
+        absent, arriving, resident = ChunkState.ABSENT, ChunkState.ARRIVING, ChunkState.RESIDENT
+        if not is_any_busy:
+            return [absent if slot is None else resident for slot in slots]
         return [
-            ChunkState.RESIDENT
-            if slot is not None
-            else (ChunkState.ARRIVING if self.is_busy(key) else ChunkState.ABSENT)
+            resident if slot is not None else (arriving if self.is_busy(key) else absent)
             for key, slot in zip(keys, slots, strict=True)
         ]
 

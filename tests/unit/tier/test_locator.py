@@ -1,4 +1,6 @@
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tier_fakes import FakeRecords, keep, keys, memory
 
 from tierstore.tier.disk.lookup import ASKED_AT_ONCE_MAX
@@ -78,6 +80,55 @@ def test_a_run_that_ends_among_its_first_chunks_does_not_ask_for_the_rest(tiers)
     assert states[:2] == [RECORDED, ABSENT]
     asked = [key for wanted in tiers.upper.asked for key in wanted]
     assert len(asked) <= 1 + ASKED_AT_ONCE_MAX
+
+
+def test_a_run_that_is_recorded_is_asked_for_in_slices_and_each_chunk_once(tiers):
+    """Goal: the tiers are asked three times, however long a prefix is recorded."""
+    run = keys(*range(1000, 1000 + 3 * ASKED_AT_ONCE_MAX))
+    tiers.upper.places = dict.fromkeys(run, b"place")
+    states = tiers.locator.states_of_run([*keys(1, 2), *run])
+    assert states == [RESIDENT, RESIDENT, *[RECORDED] * len(run)]
+    assert [key for wanted in tiers.upper.asked for key in wanted] == run
+    assert len(tiers.upper.asked) == 3
+    assert tiers.lower.asked == []
+
+
+WHERE = st.sampled_from(["resident", "arriving", "stale", "upper", "lower", "looked up", "absent"])
+STATES = {
+    "resident": RESIDENT,
+    "upper": RECORDED,
+    "lower": RECORDED,
+    "arriving": ARRIVING,
+    "stale": ARRIVING,
+    "looked up": ARRIVING,
+    "absent": ABSENT,
+}
+
+
+@given(st.lists(WHERE, min_size=1, max_size=3 * ASKED_AT_ONCE_MAX))
+def test_a_run_says_of_each_chunk_up_to_the_first_absent_one_where_it_is(where):
+    """Method: a dict as the model, any mixture of places."""
+    primary = memory(4 * ASKED_AT_ONCE_MAX)
+    stale = set()
+    upper, lower = FakeRecords(), FakeRecords()
+    locator = Locator(primary, [upper, lower], stale)
+    run = keys(*range(len(where)))
+    for number, (key, place) in enumerate(zip(run, where, strict=True)):
+        if place in {"resident", "stale"}:
+            keep(primary, number)
+        elif place == "arriving":
+            primary.reserve(0, [key])
+        elif place == "upper":
+            upper.places[key] = b"place"
+        elif place == "lower":
+            lower.places[key] = b"place"
+    stale.update(key for key, place in zip(run, where, strict=True) if place == "stale")
+    upper.arriving = {key for key, place in zip(run, where, strict=True) if place == "looked up"}
+    expected = [STATES[place] for place in where]
+    known_count = expected.index(ABSENT) + 1 if ABSENT in expected else len(expected)
+    states = locator.states_of_run(run)
+    assert states[:known_count] == expected[:known_count]
+    assert locator.states_in_step(run) == expected
 
 
 def test_a_prefix_reaches_to_the_first_chunk_that_cannot_be_loaded_now(tiers):

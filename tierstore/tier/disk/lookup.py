@@ -8,9 +8,10 @@ does.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 
 from tierstore.errors import BackendError, CatalogError, ClosedError
 from tierstore.key import OffloadKey
@@ -178,12 +179,11 @@ class Lookups:
             elif isinstance(event, Committed):
                 self.forget(self._placed.pop(event.ticket, ()))
 
-    def forget(self, keys: Iterable[OffloadKey]) -> None:
+    def forget(self, keys: Collection[OffloadKey]) -> None:
         """Drop answers about records that came or went."""
         for known in (self._young, self._old, *self._ahead):
             if known:
-                for key in keys:
-                    known.pop(key, None)
+                deque(map(known.pop, keys, repeat(None)), maxlen=0)
 
     def reset(self) -> None:
         """Drop all answers, those on their way too."""

@@ -1,6 +1,7 @@
 """Slots that are reserved and cannot be read yet."""
 
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 
 from tierstore.key import OffloadKey
 from tierstore.tier.memory.refusal import refusal_of_first, require_distinct
@@ -47,7 +48,7 @@ class Arrivals:
             ValueError: a key came twice or is not arriving.
         """
         arriving = self.arriving
-        slots = [arriving.pop(key, _NO_SLOT) for key in keys]
+        slots = list(map(arriving.pop, keys, repeat(_NO_SLOT)))
         if _NO_SLOT in slots:
             # Put them back before naming the key: a repeated key popped its slot only once.
             popped = zip(keys, slots, strict=True)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
 
 from tierstore.key import OffloadKey
 
@@ -43,7 +44,7 @@ class PinCounts:
     def remove(self, keys: Sequence[OffloadKey]) -> OffloadKey | None:
         """Undo one pin per key; or change nothing, and return the first key with too few pins."""
         pins = self.by_key
-        counts = [pins.pop(key, 0) for key in keys]
+        counts = list(map(pins.pop, keys, repeat(0)))
         if counts.count(1) == len(keys):
             return None
         # Some key is pinned more than once, comes twice, or is not pinned: put the counts back

@@ -203,14 +203,17 @@ class PrimaryTier:
         """How many slots are reserved under no key."""
         return self._arrivals.detached_count
 
-    def pin(self, keys: Sequence[OffloadKey]) -> None:
-        """Forbid the eviction of resident keys once more (counted).
+    def pin(self, keys: Sequence[OffloadKey]) -> list[int]:
+        """Forbid the eviction of resident keys once more (counted); return their slots.
+
+        A key has the same slot for as long as it is pinned.
 
         Raises:
             ValueError: a key is not resident.
         """
-        self._require_resident("pin", keys)
+        slots = self._require_resident("pin", keys)
         self._pins.add(keys)
+        return slots
 
     def pin_resident(self, keys: Sequence[OffloadKey]) -> list[int | None]:
         """Pin those of the keys that are resident; return their slots, None for the others."""
@@ -329,11 +332,13 @@ class PrimaryTier:
             return refusal_of_first(what, "is resident", keys, self._is_resident)
         return refusal_of_first(what, "is arriving", keys, self.arriving.__contains__)
 
-    def _require_resident(self, what: str, keys: Sequence[OffloadKey]) -> None:
-        if None in self._policy.locate(keys):
+    def _require_resident(self, what: str, keys: Sequence[OffloadKey]) -> list[int]:
+        slots = self._policy.locate(keys)
+        if None in slots:
             raise refusal_of_first(
                 what, "is not resident", keys, lambda key: not self._is_resident(key)
             )
+        return slots  # type: ignore[return-value]  # it would be a copy
 
     def _is_resident(self, key: OffloadKey) -> bool:
         return self._policy.locate([key]) != [None]

@@ -163,7 +163,11 @@ class Demotes:
         if not self._releases.complete(done):
             return False
         if done.ok:
+            was_doubted = self._health.is_write_doubted
             self._health.note_released()
+            if was_doubted and not self._health.is_write_doubted:
+                # A write may have failed, too, and would be tried again only while in doubt.
+                self._failed.begin_retry()
         else:
             self._health.note_unreleased()
         return True

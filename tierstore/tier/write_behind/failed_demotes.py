@@ -1,7 +1,7 @@
 """Chunks in memory that a tier should have by its rule and does not have."""
 
 import itertools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 
@@ -65,8 +65,9 @@ class FailedDemotes:
 
     def note_unasked(self, keys: Collection[OffloadKey], reason: str) -> None:
         """Remember resident chunks that found no room in the write queue, or lost their record."""
-        known = self._refused.keys() | self._retrying.keys()
-        self._unasked.update((key, reason) for key in keys if key not in known)
+        refused, retrying = self._refused, self._retrying
+        unasked = [key for key in keys if key not in refused and key not in retrying]
+        self._unasked.update(dict.fromkeys(unasked, reason))
 
     def note_lost(
         self,
@@ -84,28 +85,32 @@ class FailedDemotes:
         self._lost_ticket = ticket
         self.note_unasked([key for key in keys if key not in held], _PAYLOAD_LOST)
 
-    def forget(self, keys: Iterable[OffloadKey]) -> None:
+    def forget(self, keys: Collection[OffloadKey]) -> None:
         """Take note of chunks that left memory."""
         self.drop(keys)
-        self._lost.difference_update(keys)
+        if self._lost:
+            self._lost.difference_update(keys)
 
-    def drop(self, keys: Iterable[OffloadKey]) -> None:
+    def drop(self, keys: Collection[OffloadKey]) -> None:
         """Take note of chunks that are asked for now by another call."""
-        if self:
-            for key in keys:
-                self._refused.pop(key, None)
-                self._unasked.pop(key, None)
-                self._retrying.pop(key, None)
+        # Others may have failed for hours (the queue was full once), so this is asked of all
+        # chunks that come and go.
+        for known in (self._refused, self._unasked, self._retrying):
+            if known:
+                deque(map(known.pop, keys, itertools.repeat(None)), maxlen=0)
 
     def on_recorded(self, keys: Collection[OffloadKey], ticket: int) -> set[OffloadKey]:
         """Take note of chunks that have a record now; return those that need another one."""
         if not (self or self._lost or self._asked):
             return set()
-        again = self._lost.intersection(keys) if ticket <= self._lost_ticket else set()
-        self.note_unasked(again, _PAYLOAD_LOST)
-        keys = [key for key in keys if key not in again] if again else keys
+        again: set[OffloadKey] = set()
+        if self._lost:
+            if ticket <= self._lost_ticket:
+                again = self._lost.intersection(keys)
+                self.note_unasked(again, _PAYLOAD_LOST)
+                keys = [key for key in keys if key not in again]
+            self._lost.difference_update(keys)
         self.drop(keys)
-        self._lost.difference_update(keys)
         if self._asked:
             self._asked.difference_update(keys)
             if not self._asked and not self._refused:

@@ -21,7 +21,7 @@ from tierstore.policy.use import UNKNOWN_USE, UseContext
 from tierstore.tier.memory.primary import PrimaryTier
 from tierstore.tier.secondary import SecondaryTier
 from tierstore.tier_events import Placed
-from tierstore.transfer import Demote, JobId, TransferDone, place_array
+from tierstore.transfer import Demote, IntArray, JobId, TransferDone, place_array
 
 __all__ = ["WaitingDemote", "WriteQueue", "WritingDemote"]
 
@@ -39,6 +39,15 @@ class WaitingDemote:
 
     group_idx: int
     keys: tuple[OffloadKey, ...]
+    slots: IntArray
+    """Of each key, in order; a pin holds a chunk in its slot."""
+
+    def slots_of(self, placed: tuple[OffloadKey, ...]) -> IntArray:
+        """Return the slots of some of the keys, in their order."""
+        if placed == self.keys:
+            return self.slots
+        slots = dict(zip(self.keys, self.slots.tolist(), strict=True))
+        return np.array([slots[key] for key in placed], np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,14 +142,16 @@ class WriteQueue:
         The tail is asked for first: what is recorded first is evicted first.
         """
         chunk_bytes = self._groups[group_idx].chunk_bytes
-        self._primary.pin(keys)
+        slots = np.array(self._primary.pin(keys), np.int64)
         self._queued_bytes += len(keys) * chunk_bytes
         self._in_flight.update(keys)
         per_ticket = max(1, min(_TICKET_BYTES // chunk_bytes, _TICKET_KEYS_MAX))
         for stop in range(len(keys), 0, -per_ticket):
-            part = tuple(keys[max(0, stop - per_ticket) : stop])
+            start = max(0, stop - per_ticket)
+            part = tuple(keys[start:stop])
             self.newest_ticket += 1
-            self._waiting[self.newest_ticket] = WaitingDemote(group_idx, part)
+            waiting = WaitingDemote(group_idx, part, slots[start:stop])
+            self._waiting[self.newest_ticket] = waiting
             self._secondary.request_places(self.newest_ticket, part, chunk_bytes, use)
 
     def end_cancelled_ticket(self, ticket: int) -> bool:
@@ -182,8 +193,6 @@ class WriteQueue:
     def begin_write(self, placed: Placed, job_id: JobId) -> Demote:
         """Return the command that writes chunks to their places."""
         waiting = self._waiting.pop(placed.ticket)
-        slots = self._primary.locate(placed.keys)
-        assert None not in slots, f"pinned chunks left the primary tier: {slots.count(None)}"
         self._writing[job_id] = WritingDemote(placed.ticket, waiting.group_idx, placed.keys)
         return Demote(
             job_id=job_id,
@@ -191,7 +200,7 @@ class WriteQueue:
             group_idx=waiting.group_idx,
             keys=placed.keys,
             places=place_array(placed.places),
-            slots=np.array(slots, np.int64),
+            slots=waiting.slots_of(placed.keys),
             owner=self._secondary.owner,
         )
 

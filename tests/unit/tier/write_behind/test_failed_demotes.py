@@ -1,6 +1,7 @@
 """Which chunks are asked for again, and when."""
 
 import itertools
+import tracemalloc
 
 from tierstore import Manifest, make_offload_keys
 from tierstore.testing.spread import spread_hashes
@@ -46,6 +47,27 @@ def test_chunks_that_found_no_room_wait_for_a_flush():
     failures.begin_retry()
     assert failures.take(10) == keys(1)
     assert not failures
+
+
+def test_what_happens_to_some_chunks_is_not_compared_with_all_that_have_failed():
+    """Goal: thousands may have failed, and each step has chunks that come and go.
+
+    Method: a table of those that have failed takes far more memory than is allowed.
+    """
+    failures = FailedDemotes()
+    failures.note_refused(keys(*range(100, 20_100)), "io_error")
+    failures.note_unasked(keys(3), "queue_full")
+    tracemalloc.start()
+    try:
+        failures.note_unasked(keys(1, 100), "queue_full")
+        failures.drop(keys(4, 5))
+        assert failures.on_recorded(keys(1, 6), ticket=3) == set()
+        failures.forget(keys(7))
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 50_000
+    assert failures.count_by_reason() == {"io_error": 20_000, "queue_full": 1}
 
 
 def test_what_left_memory_is_forgotten():
