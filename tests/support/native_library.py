@@ -62,6 +62,10 @@ class ScriptedKernel:
         script = (ctypes.c_int64 * len(outcomes))(*outcomes)
         self._library.scripted_begin(script, len(outcomes))
 
+    def rename(self, path, target) -> None:
+        """Let the next call rename a file before it moves anything."""
+        self._library.scripted_rename(os.fsencode(path), os.fsencode(target))
+
     @property
     def call_count(self) -> int:
         return self._library.scripted_calls()

@@ -3,6 +3,8 @@
 #include <errno.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdio.h>
+#include <string.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -11,11 +13,17 @@
 
 static int64_t script[SCRIPT_MAX]; /* at most so many bytes; negative: an errno; -0: as it is */
 static int script_length, position, calls;
+static char leaves[4096], arrives[4096]; /* what the next call renames; empty: nothing */
 
 void scripted_begin(const int64_t *outcomes, int count) {
     script_length = count < SCRIPT_MAX ? count : SCRIPT_MAX;
     for (int i = 0; i < script_length; i++) script[i] = outcomes[i];
     position = calls = 0;
+}
+
+void scripted_rename(const char *from, const char *to) {
+    strncpy(leaves, from, sizeof leaves - 1);
+    strncpy(arrives, to, sizeof arrives - 1);
 }
 
 int scripted_calls(void) {
@@ -27,6 +35,10 @@ static ssize_t move(long number, int fd, const struct iovec *vectors, int count,
     int64_t left = position < script_length ? script[position++] : INT64_MAX;
     int used = 0;
     calls++;
+    if (leaves[0] != 0) {
+        if (rename(leaves, arrives) != 0) return -1;
+        leaves[0] = 0;
+    }
     if (left < 0) {
         errno = (int)-left;
         return -1;

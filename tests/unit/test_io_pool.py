@@ -3,8 +3,10 @@ import random
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 
 import pytest
+from waiting import within_seconds
 
 from tierstore import io_pool
 from tierstore.errors import ConfigError
@@ -62,6 +64,37 @@ def test_both_kinds_keep_their_order_and_deferred_tasks_have_their_share(seed: i
             overtaken = 0 if is_write_due or not writes else overtaken + 1
             assert order.take() == (writes if is_write_due else reads).popleft()
         assert len(order) == len(reads) + len(writes)
+
+
+def test_the_last_step_of_a_task_queues_others_that_all_threads_take(monkeypatch) -> None:
+    """One of them is left to its own thread: nobody is woken for it."""
+    woken = []
+    notify = threading.Condition.notify
+    monkeypatch.setattr(
+        threading.Condition, "notify", lambda self, n=1: (woken.append(n), notify(self, n))[1]
+    )
+    pool = IoPool(3, "test")
+    pool.open()
+    together = threading.Barrier(3)
+    names: list[str] = []
+
+    def meet() -> None:
+        together.wait(60)
+        names.append(threading.current_thread().name)
+
+    def begin(next_tasks: list[Callable[[], object]]) -> None:
+        woken.clear()
+        pool.submit_next(next_tasks)
+        counts.append(sum(woken))
+
+    counts: list[int] = []
+    pool.submit_urgent(lambda: begin([meet] * 3))
+    assert within_seconds(lambda: len(names) == 3), "no thread sleeps while a task is queued"
+    pool.submit_urgent(lambda: begin([lambda: names.append("alone")]))
+    assert within_seconds(lambda: "alone" in names)
+    assert pool.close(60)
+    assert len(set(names)) == 4
+    assert counts == [2, 0]
 
 
 def test_a_task_that_raises_is_logged_and_ends_no_thread(caplog) -> None:

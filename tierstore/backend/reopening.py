@@ -14,8 +14,11 @@ from pathlib import Path
 
 from tierstore.backend.failure import checked_failures
 from tierstore.backend.protocol import Backend, RecordIo
+from tierstore.backend.segments.backend import FileBackend
+from tierstore.backend.segments.native_io import Written
 from tierstore.bounded_log import Causes, bounded
 from tierstore.errors import BackendError, ClosedError, TierStoreError
+from tierstore.native.known_file import KnownFile
 from tierstore.transfer import FailureReason, PageRun
 
 __all__ = ["ReopeningBackend"]
@@ -55,6 +58,8 @@ class ReopeningBackend:
         self._has_database = has_database
         self._file_ids: list[_FileId] = [_UNKNOWN] * len(self._paths)
         """Of the open backend."""
+        self._known_file: KnownFile | None = None
+        """The directory of the open backend, if the device told which one it is."""
         self._closed = False
         self._is_logged = False
         self._causes = Causes()
@@ -81,8 +86,24 @@ class ReopeningBackend:
         failed = backend.write(records)
         return checked_failures(failed, count, f"write tier={self._name}", self._causes)
 
+    def write_while(self, records: Sequence[RecordIo], kept: KnownFile) -> Written | None:
+        """Write as long as a file stays in its place, by one call that looks at all paths itself.
+
+        None: nothing was written, since a file is not in its place, or the backend cannot do that;
+        `write` can.
+        """
+        backend, directory = self._backend, self._known_file
+        if directory is None or not isinstance(backend, FileBackend):
+            return None
+        return backend.write_while(records, (kept, directory), kept_count=1)
+
     def read(self, records: Sequence[RecordIo]) -> dict[int, FailureReason]:
         """Read, once the backend is open."""
+        known, directory = self._backend, self._known_file
+        if directory is not None and isinstance(known, FileBackend):
+            done = known.read_while(records, (directory,))
+            if done is not None:
+                return done
         backend = self._opened(makes_directory=False)
         if backend is None and self._is_lost:
             return dict.fromkeys(range(len(records)), FailureReason.ABSENT)
@@ -142,7 +163,7 @@ class ReopeningBackend:
             if backend is not None and self._backend is backend and self._are_gone(found):
                 self._lost_segments |= backend.lost_segments()
                 backend.close()  # calls that are under way in it end undisturbed
-                self._backend = None
+                self._backend = self._known_file = None
                 self._is_lost = True
             may_open = not self._is_lost or self._has_place(makes_directory=makes_directory)
             if self._backend is None and not self._closed and may_open:
@@ -163,7 +184,16 @@ class ReopeningBackend:
                     self._file_ids = self._find_files()
                     self._backend = opened
                 self._is_tried = True
+            if self._known_file is None and self._backend is not None:
+                self._known_file = self._find_directory()
             return self._backend
+
+    def _find_directory(self) -> KnownFile | None:
+        """Return the directory as a file that a call can look for."""
+        file_id = self._file_ids[0] if self._directory is not None else None
+        if self._directory is None or file_id is None or file_id == _UNKNOWN:
+            return None
+        return KnownFile.of(self._directory, *file_id)
 
     def _has_place(self, *, makes_directory: bool) -> bool:
         if self._directory is None:

@@ -22,6 +22,7 @@ from tierstore.device.directory import Directory
 from tierstore.device.marker import open_below
 from tierstore.device.remedies import explain
 from tierstore.errors import BackendError, CatalogError
+from tierstore.native.known_file import KnownFile
 
 __all__ = ["OwnerLock", "OwnerLocks", "is_owner_dead", "remove_dead"]
 
@@ -50,6 +51,8 @@ class OwnerLock:
         self._descriptor = descriptor
         self._status = status
         """Whose device and inode are the file's as long as it is open."""
+        self.known_file = KnownFile.of(path, status.st_dev, status.st_ino)
+        """What `is_in_place` compares, for a call that looks at the path itself."""
         _held.add(self)
         _watch_forks()
 
@@ -179,6 +182,14 @@ class OwnerLocks:
             if lock is not None:
                 self._locks[owner] = lock
             return lock is not None
+
+    def known_file(self, owner: int) -> KnownFile | None:
+        """Return the file of an owner that is held, for a call that looks whether it is in place.
+
+        None: `hold` has to be asked. As long as the answer is the same object, the file was held.
+        """
+        held = self._locks.get(owner)
+        return None if held is None else held.known_file
 
     def _has_catalog(self) -> bool:
         return os.path.lexists(self._tier_path / "catalog")

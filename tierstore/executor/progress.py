@@ -84,6 +84,11 @@ class TierProgress:
         """Whether a task is queued or under way; a look at it needs no lock."""
         return self._task_count > 0
 
+    @property
+    def has_task_for_all(self) -> bool:
+        """Whether each thread has a task without any more; a look at it needs no lock."""
+        return self._task_count >= self._thread_count
+
     def accept(self, now: float) -> None:
         """Note that a task is queued."""
         if not self._is_busy():

@@ -52,7 +52,8 @@ class IoTasks:
     ) -> None:
         """Queue the reads of a promote; its keys have the indices from `first` in the job."""
         chunk_bytes = self._chunk_bytes[promote.group_idx]
-        spans = tier.splitter.split(promote, first, chunk_bytes)
+        has_others = tier.progress.has_task_for_all
+        spans = tier.splitter.split(promote, first, chunk_bytes, has_others=has_others)
         with self._jobs.lock:
             now = self._clock.seconds()
             if tier.progress.is_stalled(now):
@@ -73,7 +74,8 @@ class IoTasks:
     def queue_demote(self, job: Job, tier: TierIo, demote: Demote) -> None:
         """Queue the writes of a demote."""
         chunk_bytes = self._chunk_bytes[demote.group_idx]
-        spans = tier.splitter.split(demote, 0, chunk_bytes)
+        has_others = tier.progress.has_task_for_all
+        spans = tier.splitter.split(demote, 0, chunk_bytes, has_others=has_others)
         with self._jobs.lock:
             self._accept(job, tier, len(spans))
         for span in spans:
@@ -108,8 +110,8 @@ class IoTasks:
             if self._copies is not None:
                 self._copies.send_on(job, index.parts_of(span.arrived(failed)))
         finally:
-            self._end(job, tier, span, failed)
             with self._jobs.lock:
+                self._end(job, tier, span, failed)
                 self._leave_gate(tier, span)
 
     def _begin_read(self, job: Job, tier: TierIo, span: RecordSpan) -> bool:
@@ -126,9 +128,10 @@ class IoTasks:
             return True
 
     def _leave_gate(self, tier: TierIo, span: RecordSpan) -> None:
-        """Let the next reads begin; the lock is held."""
-        for task in tier.gate.end(self._held_bytes(span)):
-            tier.pool.submit_urgent(task)
+        """Let the next reads begin, as the last step of one; the lock is held."""
+        admitted = tier.gate.end(self._held_bytes(span))
+        if admitted:
+            tier.pool.submit_next(admitted)
 
     def _held_bytes(self, span: RecordSpan) -> int:
         return span.record_count * self._slot_bytes[span.command.group_idx]
@@ -142,7 +145,8 @@ class IoTasks:
         finally:
             if failed != {}:
                 job.cause = take_cause() or job.cause
-            self._end(job, tier, span, failed)
+            with self._jobs.lock:
+                self._end(job, tier, span, failed)
 
     def _release(self, job: Job, tier: TierIo, release: Release) -> None:
         """Give places back."""
@@ -183,14 +187,16 @@ class IoTasks:
     def _end(
         self, job: Job, tier: TierIo, span: RecordSpan, failed: dict[int, FailureReason] | None
     ) -> None:
-        """Report a task to its job; None: an error has ended it, and all of its records failed."""
+        """Report a task to its job; None: an error has ended it, and all of its records failed.
+
+        The lock is held.
+        """
         failed = span.all_failed() if failed is None else failed
         indices = span.indices
-        with self._jobs.lock:
-            if failed:
-                job.failed.update({indices[i]: reason for i, reason in failed.items()})
-            job.reads.pop(indices.start, None)  # a demote has none
-            job.tasks_left -= 1
-            tier.progress.end(self._clock.seconds())
-            if job.is_settled():  # whoever waits has nothing to do before
-                self._jobs.tell_changed()
+        if failed:
+            job.failed.update({indices[i]: reason for i, reason in failed.items()})
+        job.reads.pop(indices.start, None)  # a demote has none
+        job.tasks_left -= 1
+        tier.progress.end(self._clock.seconds())
+        if job.is_settled():  # whoever waits has nothing to do before
+            self._jobs.tell_changed()

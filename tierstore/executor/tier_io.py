@@ -54,6 +54,7 @@ class TierIo:
             has_database=config.backend == "lmdb",
         )
         self.backend: Backend = backend
+        self._reopening = backend
         self.owners = OwnerLocks(config.path) if config.is_on_disk else None
         held_bytes_max = int(pool_bytes * config.io.breaker.hung_share)  # by reads that hang
         self.splitter = Splitter(
@@ -84,13 +85,37 @@ class TierIo:
         """
         if self.owners is None:
             return self.backend.write(records)
+        failed = self._write_at_once(self.owners, owner, records)
+        if failed is not None:
+            return failed
         if self.owners.hold(owner):
             failed = self.backend.write(records)
             if self.owners.hold(owner):
                 return failed
-            # The path was replaced meanwhile: what was written there is in no account.
-            self.backend.release((), segments_of(records.places))
+            self._take_back(records)
         return dict.fromkeys(range(len(records)), FailureReason.IO_ERROR)
+
+    def _write_at_once(
+        self, owners: OwnerLocks, owner: int, records: "RecordBatch"
+    ) -> dict[int, FailureReason] | None:
+        """Do as `write` by one call, which looks at the paths itself; None: nothing was written.
+
+        Each look from here would give the interpreter away.
+        """
+        known = owners.known_file(owner)
+        written = None if known is None else self._reopening.write_while(records, known)
+        if written is None:
+            return None
+        # If another thread gave the lock up meanwhile, the file was open no more, and another one
+        # could be taken for it.
+        if (written.is_kept or owners.hold(owner)) and owners.known_file(owner) is known:
+            return written.failed
+        self._take_back(records)
+        return dict.fromkeys(range(len(records)), FailureReason.IO_ERROR)
+
+    def _take_back(self, records: "RecordBatch") -> None:
+        """Remove what was written while the path was replaced: it is in no account."""
+        self.backend.release((), segments_of(records.places))
 
     def close(self) -> None:
         """Close what the threads used, once they have ended."""

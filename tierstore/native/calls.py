@@ -3,6 +3,7 @@
 import ctypes
 from array import array
 from collections.abc import Sequence
+from enum import IntEnum
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -13,8 +14,19 @@ import numpy.typing as npt
 from tierstore.codec.record import PLACE_DTYPE, pack_identity
 from tierstore.key import OffloadKey
 from tierstore.manifest import FORMAT_VERSION
+from tierstore.native.known_file import KnownFile
 
-__all__ = ["DONE", "IMPOSSIBLE", "SHORT", "UNTRIED", "ExtentCalls", "HashFunction", "IoTask", "Run"]
+__all__ = [
+    "DONE",
+    "IMPOSSIBLE",
+    "SHORT",
+    "UNTRIED",
+    "ExtentCalls",
+    "HashFunction",
+    "IoTask",
+    "Run",
+    "WriteEnd",
+]
 
 DONE = 0
 """The status of what was moved, and verified if it was read; positive ones are an errno."""
@@ -25,6 +37,17 @@ IMPOSSIBLE = -3
 """No record can have this place, or its slot has another length."""
 
 _MAGIC = int.from_bytes(pack_identity(OffloadKey(b""), 0, FORMAT_VERSION, rank=0)[:8], "little")
+
+
+class WriteEnd(IntEnum):
+    """How a write ended, as far as known files are concerned."""
+
+    WRITTEN = 0
+    NOT_BEGUN = 1
+    """One was not in its place, or its device did not tell: nothing was written."""
+    NOT_KEPT = 2
+    """One that had to stay in its place did not, or its device did not tell."""
+
 
 HashFunction: TypeAlias = Any
 """A function of a library, as ctypes has it."""
@@ -101,15 +124,15 @@ class ExtentCalls:
         self.hash_address = ctypes.cast(hash_function, ctypes.c_void_p).value or 0
         self.plan_writes = _declared(planning.tierstore_plan_writes, ctypes.c_uint64)
         self.plan_reads = _declared(planning.tierstore_plan_reads, ctypes.c_int64)
-        self.write = _declared(moving.tierstore_write, None, counted=True)
-        self.read = _declared(moving.tierstore_read, ctypes.c_uint64, counted=True)
+        pointer, count = ctypes.c_void_p, ctypes.c_uint64
+        known = (count, pointer, count)
+        self.write = _declared(moving.tierstore_write, ctypes.c_int32, *known, count)
+        self.read = _declared(moving.tierstore_read, ctypes.c_int64, *known)
 
 
-def _declared(
-    function: HashFunction, answer: type[Any] | None, *, counted: bool = False
-) -> HashFunction:
+def _declared(function: HashFunction, answer: type[Any], *more: type[Any]) -> HashFunction:
     function.restype = answer
-    function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, *([ctypes.c_uint64] if counted else []))
+    function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, *more)
     return function
 
 
@@ -186,14 +209,24 @@ class IoTask:
             raise MemoryError
         return self.runs[:count]
 
-    def write(self, run_count: int) -> None:
-        """Write the first `run_count` runs, as far as they have descriptors and are UNTRIED."""
-        self._calls.write(self._at, self.runs, run_count)
+    def write(
+        self, run_count: int, known: Sequence[KnownFile] = (), *, kept_count: int = 0
+    ) -> WriteEnd:
+        """Write the first `run_count` runs, as far as they have descriptors and are UNTRIED.
 
-    def read(self, first: int, stop: int) -> bool:
+        All `known` files must be in their places before, the first `kept_count` after it, too.
+        """
+        files = (KnownFile * len(known))(*known)
+        end = self._calls.write(self._at, self.runs, run_count, files, len(known), kept_count)
+        return WriteEnd(end)
+
+    def read(self, first: int, stop: int, known: Sequence[KnownFile] = ()) -> bool | None:
         """Read and verify the runs [first, stop) of one pass; return whether all are DONE.
 
-        A pass has as many extents as the room has pages.
+        A pass has as many extents as the room has pages. None: nothing was read, as one of the
+        `known` files is not in its place, or its device does not tell.
         """
         runs = ctypes.addressof(self.runs) + first * ctypes.sizeof(Run)
-        return bool(self._calls.read(self._at, runs, stop - first) == stop - first)
+        files = (KnownFile * len(known))(*known)
+        done = self._calls.read(self._at, runs, stop - first, files, len(known))
+        return None if done < 0 else bool(done == stop - first)

@@ -14,6 +14,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <sys/uio.h>
 
 #define PAGE_BYTES 4096
@@ -67,11 +68,21 @@ typedef struct {
     int32_t status;
 } run_t;
 
+/* A file that a path led to, and must still lead to. */
+typedef struct {
+    const char *path;
+    uint64_t device, inode;
+    int64_t size_bytes; /* at least, with one name and without links; -1: anything else */
+} known_t;
+
+enum { WRITTEN = 0, NOT_BEGUN = 1, NOT_KEPT = 2 };
+
 typedef ssize_t (*move_t)(int, const struct iovec *, int, off_t);
 
 _Static_assert(sizeof(place_t) == 24, "a place");
 _Static_assert(sizeof(header_t) == HEADER_BYTES, "a header");
 _Static_assert(sizeof(run_t) == 56, "a run");
+_Static_assert(sizeof(known_t) == 32, "a known file");
 
 static const place_t *place_at(const batch_t *batch, uint64_t position) {
     return &batch->places[batch->order[position]];
@@ -190,8 +201,19 @@ uint64_t tierstore_plan_writes(const batch_t *batch, run_t *runs) {
     return count;
 }
 
-/* Write extents that have a descriptor; the status of each is set. */
-void tierstore_write(const batch_t *batch, run_t *runs, uint64_t run_count) {
+/* Return whether all paths lead to their files; not if a device does not tell. */
+static int are_in_place(const known_t *known, uint64_t count) {
+    struct stat now;
+    for (; count > 0; count--, known++) {
+        int is_segment = known->size_bytes >= 0;
+        if ((is_segment ? lstat : stat)(known->path, &now) != 0) return 0;
+        if (now.st_dev != known->device || now.st_ino != known->inode) return 0;
+        if (is_segment && (now.st_nlink != 1 || now.st_size < known->size_bytes)) return 0;
+    }
+    return 1;
+}
+
+static void write_runs(const batch_t *batch, run_t *runs, uint64_t run_count) {
     struct iovec vectors[EXTENT_RECORDS_MAX + 1];
     for (run_t *run = runs; run < runs + run_count; run++) {
         if (run->fd < 0 || run->status != UNTRIED) continue;
@@ -209,6 +231,15 @@ void tierstore_write(const batch_t *batch, run_t *runs, uint64_t run_count) {
         int64_t done = move_all(pwritev, run->fd, vectors, count, run->offset);
         run->status = done < 0 ? (int32_t)-done : done < size_bytes ? SHORT : DONE;
     }
+}
+
+/* Write extents that have a descriptor; the status of each is set. NOT_BEGUN: nothing was written,
+ * as a known file is not in its place; NOT_KEPT: one of the first `kept_count` no longer is. */
+int32_t tierstore_write(const batch_t *batch, run_t *runs, uint64_t run_count,
+                        const known_t *known, uint64_t known_count, uint64_t kept_count) {
+    if (!are_in_place(known, known_count)) return NOT_BEGUN;
+    write_runs(batch, runs, run_count);
+    return are_in_place(known, kept_count) ? WRITTEN : NOT_KEPT;
 }
 
 typedef struct {
@@ -318,9 +349,12 @@ static void verify(const batch_t *batch, const run_t *run, int64_t arrived_bytes
 }
 
 /* Read and verify the runs that have a descriptor, all of one pass. Records that are the ones
- * asked for get the status DONE, and so do runs of which all are; returns how many runs. */
-uint64_t tierstore_read(const batch_t *batch, run_t *runs, uint64_t run_count) {
-    uint64_t done_count = 0;
+ * asked for get the status DONE, and so do runs of which all are; returns how many runs, or -1:
+ * nothing was read, as a known file is not in its place. */
+int64_t tierstore_read(const batch_t *batch, run_t *runs, uint64_t run_count,
+                       const known_t *known, uint64_t known_count) {
+    int64_t done_count = 0;
+    if (!are_in_place(known, known_count)) return -1;
     for (run_t *run = runs; run < runs + run_count; run++) {
         if (run->fd < 0) continue;
         int64_t done = fill(batch, run);

@@ -54,6 +54,15 @@ def test_reads_are_short_whatever_the_extents_and_writes_take_whole_ones(chunk_b
     assert len(reads) <= len(writes) + sum(counts) // record_count_max
 
 
+@pytest.mark.parametrize("kind", [Promote, Demote])
+def test_tasks_that_would_wait_for_a_thread_anyway_are_as_long_as_they_may_be(kind):
+    """Each costs a turn of the interpreter: 8 MiB are 4 tasks, or 2 behind others."""
+    extra = {} if kind is Promote else {"job_id": JobId(1), "owner": 1}
+    command = kind(tier_idx=0, group_idx=0, **extents_of([32] * 4), **extra)
+    assert cuts_of(HERE.split(command, 0, 65_536)) == [(0, 32), (32, 64), (64, 96), (96, 128)]
+    assert cuts_of(HERE.split(command, 0, 65_536, has_others=True)) == [(0, 64), (64, 128)]
+
+
 def test_the_records_of_a_span_know_their_index_in_the_job():
     promote = Promote(tier_idx=0, group_idx=0, **extents_of([2, 2]))
     spans = HERE.split(promote, 5, READ_BYTES_MAX)

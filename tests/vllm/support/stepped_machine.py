@@ -113,6 +113,10 @@ class SteppedPool:
     def submit_deferred(self, task: Callable[[], None]) -> None:
         self._submit(task, is_write=True)
 
+    def submit_next(self, tasks: Sequence[Callable[[], None]]) -> None:
+        for task in tasks:
+            self._submit(task, is_write=False)
+
     def _submit(self, task: Callable[[], None], *, is_write: bool) -> None:
         self._number += 1
         if self._number == 1:  # opens what the others use; its pool's owner waits for it

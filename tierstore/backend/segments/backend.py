@@ -19,7 +19,7 @@ from tierstore.backend.record_batch import RecordBatch
 from tierstore.backend.segments.extent import valid_places
 from tierstore.backend.segments.files import SegmentFiles
 from tierstore.backend.segments.header_pages import HeaderCache, HeaderRoom
-from tierstore.backend.segments.native_io import NativeIo
+from tierstore.backend.segments.native_io import NativeIo, Unread, Written
 from tierstore.backend.segments.probe import probe
 from tierstore.backend.segments.reader import RecordReader
 from tierstore.backend.segments.writer import RecordWriter
@@ -33,6 +33,7 @@ from tierstore.device.system import SYSTEM, SystemCalls
 from tierstore.errors import BackendError
 from tierstore.key import KEY_BYTES_MAX
 from tierstore.layout import PAGE_BYTES
+from tierstore.native.known_file import KnownFile
 from tierstore.native.library import Loaded, find_library
 from tierstore.transfer import FailureReason, PageRun
 
@@ -160,11 +161,40 @@ class FileBackend:
         native = self._path()
         if native is not None:
             unread = native.read(batch)
-            failed = self._reader.read_again(batch, places, unread.suspects)
-            return self._refuse(unread.impossible) | failed
+            if unread is not None:
+                return self._explained(unread, batch, places)
         fits = _fits(batch, places)
         impossible = self._refuse(np.flatnonzero(~fits).tolist())
         return impossible | self._reader.read(batch, places, np.flatnonzero(fits))
+
+    def write_while(
+        self, records: Sequence[RecordIo], known: Sequence[KnownFile], *, kept_count: int
+    ) -> Written | None:
+        """Do as `write` while files are in their places, by one call without the interpreter.
+
+        All `known` files must be in their places before, and the first `kept_count` after it, too.
+        None: nothing was written, since one is not there, or this call cannot do it; `write` can.
+        """
+        native = None if self._durable or not self._opened else self._path()
+        if native is None:
+            return None
+        return native.write_while(RecordBatch.of(records), known, kept_count)
+
+    def read_while(
+        self, records: Sequence[RecordIo], known: Sequence[KnownFile]
+    ) -> dict[int, FailureReason] | None:
+        """Do as `read` if files are in their places, by one call without the interpreter.
+
+        None: nothing was read, since one is not there, or this call cannot do it; `read` can.
+        """
+        native = self._path() if self._opened else None
+        if native is None:
+            return None
+        batch = RecordBatch.of(records)
+        unread = native.read(batch, known)
+        return (
+            None if unread is None else self._explained(unread, batch, parse_places(batch.places))
+        )
 
     def release(
         self, runs: Sequence[PageRun], empty_segments: Sequence[int]
@@ -236,6 +266,15 @@ class FileBackend:
 
     def _path(self) -> NativeIo | None:
         return self._native if self._files.calls_the_kernel else None
+
+    def _explained(
+        self, unread: Unread, batch: RecordBatch, places: npt.NDArray[np.void]
+    ) -> dict[int, FailureReason]:
+        """Read what the native path left once more, record by record; return the failed ones."""
+        if not unread.suspects and not unread.impossible:
+            return {}
+        failed = self._reader.read_again(batch, places, unread.suspects)
+        return self._refuse(unread.impossible) | failed
 
     def _refuse(self, impossible: list[int]) -> dict[int, FailureReason]:
         """Fail records whose places are those of no record; the catalog is not trusted."""

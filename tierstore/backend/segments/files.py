@@ -13,6 +13,7 @@ from tierstore.backend.segments.segment_directory import SegmentDirectory
 from tierstore.backend.segments.vectored import move_all
 from tierstore.device.block_units import UNSUPPORTED
 from tierstore.device.system import SystemCalls
+from tierstore.native.known_file import KnownFile
 
 __all__ = ["TOO_MANY_OPEN", "SegmentFiles"]
 
@@ -65,6 +66,22 @@ class SegmentFiles:
         if cached is not None:
             return cached
         return self._insert(segment, self._open_file(segment, self._flags))
+
+    def acquire_open(self, segment: int) -> Segment | None:
+        """Return a segment that is open, without a system call; None: it is not."""
+        return self._open.acquire(segment)
+
+    def acquire_known(self, segment: int, segment_bytes: int) -> tuple[Segment, KnownFile] | None:
+        """Return an open segment for writing, and its file, which the write must find in its place.
+
+        That is what `acquire_for_write` looks at. Without a system call; None: it is not open.
+        """
+        held = self._open.acquire(segment)
+        if held is None:
+            return None
+        with self._lock:
+            self._unflushed.add(segment)
+        return held, held.known_file(self._directory.path_of(segment), segment_bytes)
 
     def acquire_for_write(self, segment: int, segment_bytes: int, *, offset: int) -> Segment:
         """Return a segment for writing at `offset`, created and allocated from there if need be.

@@ -19,7 +19,9 @@ __all__ = ["ROOM_PAGES", "HeaderCache", "HeaderRoom"]
 ROOM_PAGES = 64
 """Header pages that a thread has room for: the most extents that one pass of a read touches."""
 
-_CACHED_PAGES_MAX = 256
+_CACHED_PAGES_MAX = 1 << 12
+"""16 MiB of one tier. Each serves up to 32 records: 8 GiB in chunks of 64 KiB are read in any order
+by one call to the device for each."""
 
 
 class HeaderRoom(threading.local):
@@ -36,7 +38,7 @@ class HeaderRoom(threading.local):
 
 
 class HeaderCache:
-    """A small LRU of verified header pages by (segment, header page). Thread-safe.
+    """A bounded LRU of verified header pages by (segment, header page). Thread-safe.
 
     A stale page does no harm: its checksums or tags do not fit the payload, and the record is read
     again with its header page. Nor does a forged one, where records have tags.
@@ -45,6 +47,8 @@ class HeaderCache:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._pages: OrderedDict[tuple[int, int], bytes] = OrderedDict()
+        self._of_segment: dict[int, set[int]] = {}
+        """The header pages of each segment that are cached: a release looks at no others."""
 
     def get(self, segment: int, header_page: int) -> bytes | None:
         """Return a header page, if it is cached."""
@@ -58,16 +62,27 @@ class HeaderCache:
         """Cache a header page of which a record was verified; evicts the oldest if need be."""
         with self._lock:
             self._pages[segment, header_page] = page
+            self._of_segment.setdefault(segment, set()).add(header_page)
             if len(self._pages) > _CACHED_PAGES_MAX:
-                self._pages.popitem(last=False)
+                self._drop(*next(iter(self._pages)))
 
     def drop(self, segment: int, header_page: int) -> None:
         """Forget one header page."""
         with self._lock:
-            self._pages.pop((segment, header_page), None)
+            self._drop(segment, header_page)
 
     def drop_segments(self, segments: Collection[int]) -> None:
         """Forget all header pages of some segments."""
         with self._lock:
-            for place in [place for place in self._pages if place[0] in segments]:
-                del self._pages[place]
+            for segment in segments:
+                for header_page in self._of_segment.pop(segment, ()):
+                    del self._pages[segment, header_page]
+
+    def _drop(self, segment: int, header_page: int) -> None:
+        """Forget one header page, if it is cached; the lock is held."""
+        if self._pages.pop((segment, header_page), None) is None:
+            return
+        pages = self._of_segment[segment]
+        pages.remove(header_page)
+        if not pages:
+            del self._of_segment[segment]

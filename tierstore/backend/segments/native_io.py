@@ -5,6 +5,7 @@ it cannot verify is read again there, which explains it.
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -15,10 +16,20 @@ from tierstore.backend.segments.header_pages import ROOM_PAGES, HeaderCache, Hea
 from tierstore.backend.segments.open_segments import Segment
 from tierstore.codec.record import parse_places
 from tierstore.layout import PAGE_BYTES
-from tierstore.native.calls import DONE, IMPOSSIBLE, SHORT, UNTRIED, ExtentCalls, IoTask, Run
+from tierstore.native.calls import (
+    DONE,
+    IMPOSSIBLE,
+    SHORT,
+    UNTRIED,
+    ExtentCalls,
+    IoTask,
+    Run,
+    WriteEnd,
+)
+from tierstore.native.known_file import KnownFile
 from tierstore.transfer import FailureReason
 
-__all__ = ["NativeIo", "Unread"]
+__all__ = ["NativeIo", "Unread", "Written"]
 
 _Held = dict[tuple[int, int], Segment]
 _EVERY_SIZE = -1
@@ -32,6 +43,17 @@ class Unread:
     """Their places are those of no record."""
     suspects: list[int]
     """They did not arrive, or did not verify."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The end of a write during which files had to be in their places."""
+
+    failed: dict[int, FailureReason]
+    """Records by their index."""
+    is_kept: bool
+    """Whether the files that had to stay in their places did; False also if a device does not
+    tell."""
 
 
 class NativeIo:
@@ -71,15 +93,36 @@ class NativeIo:
             task.write(len(runs))
         finally:
             self._release(held)
-        failed: dict[int, FailureReason] = {}
-        for number, run in enumerate(runs):
-            if run.status != DONE:
-                reason = self._report(run, refused.get(number))
-                failed.update(dict.fromkeys(range(run.first, run.first + run.count), reason))
-        return failed
+        return self._failed(runs, refused)
 
-    def read(self, batch: RecordBatch) -> Unread:
+    def write_while(
+        self, batch: RecordBatch, known: Sequence[KnownFile], kept_count: int
+    ) -> Written | None:
+        """Write extents by one call, which looks first whether files are in their places.
+
+        These are `known`, of which the first `kept_count` must stay there, and the segments. None:
+        nothing was written, since one is not there, or a segment is not open; `write` tells why.
+        """
+        task = self._task(batch)
+        runs = task.plan_writes()
+        held: _Held = {}
+        files = list(known)
+        try:
+            for run in runs:
+                if run.status == UNTRIED and not self._find_for_write(run, held, files):
+                    return None
+            end = task.write(len(runs), files, kept_count=kept_count)
+        finally:
+            self._release(held)
+        if end is WriteEnd.NOT_BEGUN:
+            return None
+        return Written(self._failed(runs, {}), end is WriteEnd.WRITTEN)
+
+    def read(self, batch: RecordBatch, known: Sequence[KnownFile] = ()) -> Unread | None:
         """Read records into their slots and verify them.
+
+        If there are `known` files, no segment is opened for it, and the calls look first whether
+        these are in their places. None: one is not, or a segment is not open.
 
         Raises:
             BufferError: a slot is not writable.
@@ -91,7 +134,10 @@ class NativeIo:
         runs = task.plan_reads()
         for _, members in groupby(runs, lambda run: run.first_extent // ROOM_PAGES):
             chosen = list(members)
-            is_whole &= self._read_pass(task, chosen, first)
+            is_pass_whole = self._read_pass(task, chosen, first, known)
+            if is_pass_whole is None:
+                return None
+            is_whole &= is_pass_whole
             first += len(chosen)
         planned = sum(run.count for run in runs)
         if is_whole and planned == len(batch):
@@ -115,6 +161,18 @@ class NativeIo:
             room_pages=ROOM_PAGES,
         )
 
+    def _find_for_write(self, run: Run, held: _Held, files: list[KnownFile]) -> bool:
+        """Give a run the open descriptor of its segment, if there is one, and note its file."""
+        place = run.segment, run.segment_pages
+        if place not in held:
+            found = self._files.acquire_known(run.segment, run.segment_pages * PAGE_BYTES)
+            if found is None:
+                return False
+            held[place], file = found
+            files.append(file)
+        run.fd = held[place].fd
+        return True
+
     def _open_for_write(self, task: IoTask, run: Run, held: _Held, number: int) -> None:
         """Give a run the descriptor of its segment, made if need be."""
         place = run.segment, run.segment_pages
@@ -134,21 +192,27 @@ class NativeIo:
         segment_bytes = run.segment_pages * PAGE_BYTES
         return self._files.acquire_for_write(run.segment, segment_bytes, offset=run.offset)
 
-    def _read_pass(self, task: IoTask, runs: list[Run], first: int) -> bool:
-        """Read runs whose header pages have room; return whether all of them verified."""
+    def _read_pass(
+        self, task: IoTask, runs: list[Run], first: int, known: Sequence[KnownFile]
+    ) -> bool | None:
+        """Read runs whose header pages have room; return whether all of them verified.
+
+        None: as `read`.
+        """
         held: _Held = {}
         from_cache = set()
         try:
             for number, run in enumerate(runs):
-                self._open_for_read(run, held)
+                if not self._open_for_read(run, held, is_open=bool(known)):
+                    return None
                 if run.header_offset >= 0:
-                    known = self._headers.get(run.segment, run.first_header_page)
-                    if known is not None:
-                        self._room.page(run.first_extent % ROOM_PAGES)[:] = known
+                    cached = self._headers.get(run.segment, run.first_header_page)
+                    if cached is not None:
+                        self._room.page(run.first_extent % ROOM_PAGES)[:] = cached
                         run.header_offset = -1
                         if run.first_extent == run.last_extent:
                             from_cache.add(number)
-            is_whole = task.read(first, first + len(runs))
+            is_whole = task.read(first, first + len(runs), known)
         finally:
             self._release(held)
         for number, run in enumerate(runs):
@@ -157,19 +221,36 @@ class NativeIo:
                 self._headers.put(run.segment, run.last_header_page, page)
         return is_whole
 
-    def _open_for_read(self, run: Run, held: _Held) -> None:
+    def _open_for_read(self, run: Run, held: _Held, *, is_open: bool) -> bool:
+        """Give a run the descriptor of its segment; False: it had to be open and is not."""
         place = run.segment, _EVERY_SIZE
-        try:
-            if place not in held:
-                held[place] = self._files.acquire(run.segment)
-        except OSError:
-            return  # each record is tried again alone, which finds out what is wrong
-        run.fd = held[place].fd
+        segment = held.get(place)
+        if segment is None and is_open:
+            segment = self._files.acquire_open(run.segment)
+            if segment is None:
+                return False
+        elif segment is None:
+            try:
+                segment = self._files.acquire(run.segment)
+            except OSError:
+                return True  # each record is tried again alone, which finds out what is wrong
+        held[place] = segment
+        run.fd = segment.fd
+        return True
 
     def _release(self, held: _Held) -> None:
         for segment in held.values():
             self._files.release(segment)
         held.clear()
+
+    def _failed(self, runs: list[Run], refused: dict[int, OSError]) -> dict[int, FailureReason]:
+        """Return the records that were not written; `refused` are the runs without a segment."""
+        failed: dict[int, FailureReason] = {}
+        for number, run in enumerate(runs):
+            if run.status != DONE:
+                reason = self._report(run, refused.get(number))
+                failed.update(dict.fromkeys(range(run.first, run.first + run.count), reason))
+        return failed
 
     def _report(self, run: Run, error: OSError | None) -> FailureReason:
         """Log why an extent was not written; return the reason."""

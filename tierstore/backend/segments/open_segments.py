@@ -6,8 +6,10 @@ import os
 import resource
 import threading
 from collections import OrderedDict
+from pathlib import Path
 
 from tierstore.device.system import buffer_address
+from tierstore.native.known_file import KnownFile
 
 __all__ = ["OpenSegments", "Segment"]
 
@@ -34,6 +36,10 @@ class Segment:
         self.address = 0 if mapping is None else buffer_address(mapping)
         self.users = 1
         self.cached = False
+
+    def known_file(self, path: Path, size_bytes: int) -> KnownFile:
+        """Return what `is_whole_file` compares, for a call that looks at the path itself."""
+        return KnownFile.of_segment(path, self._status.st_dev, self._status.st_ino, size_bytes)
 
     def is_whole_file(self, status: os.stat_result, size_bytes: int) -> bool:
         """Return whether a status is that of this file, which has one name and at least this size.

@@ -57,9 +57,13 @@ class SegmentDirectory:
         with self.opened() as directory:
             directory.unlink(segment_name(segment))
 
+    def path_of(self, segment: int) -> Path:
+        """Return the path of a segment's file."""
+        return self._path / segment_name(segment)
+
     def has_name(self, segment: int) -> bool:
         """Return whether anything has the name of a segment's file."""
-        return os.path.lexists(self._path / segment_name(segment))
+        return os.path.lexists(self.path_of(segment))
 
     def find(self, segment: int) -> os.stat_result | None:
         """Return the status of what has the name of a segment's file; None: nothing has it.
@@ -68,7 +72,7 @@ class SegmentDirectory:
             OSError: the directory cannot be read.
         """
         try:
-            return (self._path / segment_name(segment)).lstat()
+            return self.path_of(segment).lstat()
         except FileNotFoundError:
             return None
 
