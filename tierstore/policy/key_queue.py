@@ -131,7 +131,7 @@ class KeyQueue:
 
     def _begin_page(self) -> Page:
         pages = self._pages = [page for page in self._pages if page]
-        if len(pages) > 2 * self.size // PAGE_KEYS + _SPARE_PAGES:
+        if len(pages) > 5 * self.size // (4 * PAGE_KEYS) + _SPARE_PAGES:
             self._merge()
         page = Page(self)
         pages.append(page)
@@ -143,9 +143,12 @@ class KeyQueue:
             if len(older) + len(younger) <= PAGE_KEYS:
                 if older is self._cold_page:
                     self._cold_page = None  # a key that left it may be in the other
-                older.update(younger)
+                # A new table: the holes of the older one would count when it grows.
+                merged = Page(self)
+                merged.update(older)
+                merged.update(younger)
                 tables = self._index.tables
-                for key in younger:
-                    tables[key[-1]][key] = older
-                del self._pages[position + 1]
+                for key in merged:
+                    tables[key[-1]][key] = merged
+                self._pages[position : position + 2] = [merged]
                 return
