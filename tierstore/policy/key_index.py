@@ -16,10 +16,13 @@ __all__ = ["KeyIndex", "Page"]
 class Page(dict[OffloadKey, int]):
     """Keys that came one after the other, oldest first, each with its number."""
 
-    __slots__ = ("queue",)
+    __slots__ = ("queue", "room")
 
-    def __init__(self, queue: "KeyQueue") -> None:
+    def __init__(self, queue: "KeyQueue", room: int) -> None:
         self.queue = queue
+        self.room = room
+        """How many keys may come yet. One that came and left counts: it leaves a hole, and beyond
+        so many entries Python doubles the table."""
 
 
 class KeyIndex:

@@ -36,7 +36,7 @@ class KeyQueue:
     def __init__(self, index: KeyIndex | None = None) -> None:
         """Put the keys into `index`, which other queues may share."""
         self._index = index or KeyIndex(_KEY_COUNT)
-        self._pages = [Page(self)]
+        self._pages = [Page(self, PAGE_KEYS)]
         self.size = 0
         """How many keys there are. `KeyIndex.take` counts, others only read."""
         self._cold_page: Page | None = None
@@ -56,7 +56,7 @@ class KeyQueue:
     def push(self, keys: Sequence[OffloadKey], numbers: Iterable[int]) -> None:
         """Append keys that are in no queue of the index, in order, as the youngest."""
         page = self._pages[-1]
-        if len(page) + len(keys) <= PAGE_KEYS and page is not self._cold_page:
+        if len(keys) <= page.room and page is not self._cold_page:
             page.update(zip(keys, numbers, strict=True))
             self._note(keys, page)
             return
@@ -64,9 +64,9 @@ class KeyQueue:
         start = 0
         while start < len(keys):
             page = self._pages[-1]
-            if len(page) >= PAGE_KEYS or page is self._cold_page:
+            if not page.room or page is self._cold_page:
                 page = self._begin_page()
-            part = keys[start : start + PAGE_KEYS - len(page)]
+            part = keys[start : start + page.room]
             start += len(part)
             page.update(zip(part, coming))  # noqa: B905 - the rest is for the next page
             self._note(part, page)
@@ -127,13 +127,14 @@ class KeyQueue:
         tables = self._index.tables
         for key in keys:
             tables[key[-1]][key] = page
+        page.room -= len(keys)
         self.size += len(keys)
 
     def _begin_page(self) -> Page:
         pages = self._pages = [page for page in self._pages if page]
         if len(pages) > 5 * self.size // (4 * PAGE_KEYS) + _SPARE_PAGES:
             self._merge()
-        page = Page(self)
+        page = Page(self, PAGE_KEYS)
         pages.append(page)
         return page
 
@@ -144,7 +145,7 @@ class KeyQueue:
                 if older is self._cold_page:
                     self._cold_page = None  # a key that left it may be in the other
                 # A new table: the holes of the older one would count when it grows.
-                merged = Page(self)
+                merged = Page(self, PAGE_KEYS - len(older) - len(younger))
                 merged.update(older)
                 merged.update(younger)
                 tables = self._index.tables
