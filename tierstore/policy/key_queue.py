@@ -132,7 +132,7 @@ class KeyQueue:
 
     def _begin_page(self) -> Page:
         pages = self._pages = [page for page in self._pages if page]
-        if len(pages) > 5 * self.size // (4 * PAGE_KEYS) + _SPARE_PAGES:
+        if len(pages) > 2 * self.size // PAGE_KEYS + _SPARE_PAGES:
             self._merge()
         page = Page(self, PAGE_KEYS)
         pages.append(page)
