@@ -6,7 +6,8 @@ import pytest
 
 from tierstore.policy import make_policy
 from tierstore.policy.arc import ArcPolicy
-from tierstore.policy.ghost_queue import GhostQueue
+from tierstore.policy.ghost_queue import GhostIndex, GhostQueue
+from tierstore.policy.key_index import KeyIndex
 from tierstore.policy.key_queue import KeyQueue
 from tierstore.policy.lru import LruPolicy
 from tierstore.testing.policy_conformance import PolicyConformance, keys_of
@@ -37,7 +38,8 @@ def test_key_queue_keeps_the_order_of_an_ordered_dict(seed):
     """Large enough for many compactions and refills of the cold end."""
     print("seed", seed)
     draw = random.Random(seed)
-    queue, model = KeyQueue(), OrderedDict()
+    index = KeyIndex(4000)
+    queue, model = KeyQueue(index), OrderedDict()
     number = 0
     for _ in range(3000):
         action = draw.randrange(5)
@@ -59,7 +61,11 @@ def test_key_queue_keeps_the_order_of_an_ordered_dict(seed):
             assert queue.pop(expected) == [model.pop(key) for key in expected]
         elif model:
             keys = [*draw.sample(list(model), min(count, len(model))), *keys_of(10**9)]
-            assert queue.pop_present(keys) == [model.pop(key, None) for key in keys]
+            assert index.locate(keys) == [model.get(key) for key in keys]
+            assert index.holds_any(keys)
+            assert not index.holds_all(keys)
+            assert index.holds_all(keys[:-1])
+            assert queue.pop(keys[:-1]) == [model.pop(key) for key in keys[:-1]]
         assert len(queue) == len(model)
     assert list(queue) == list(model)
     assert queue.peek(len(model) + 1) == list(model)
@@ -70,7 +76,8 @@ def test_ghost_queue_keeps_the_order_of_an_ordered_dict(seed):
     """Ghosts leave from the middle and come again while their old place is still there."""
     print("seed", seed)
     draw = random.Random(seed)
-    queue, model = GhostQueue(), OrderedDict()
+    index = GhostIndex(5000)
+    queue, model = GhostQueue(index), OrderedDict()
     for _ in range(3000):
         count = draw.choice([1, 1, 7, 300])
         some = draw.sample(range(5000), count)
@@ -80,7 +87,7 @@ def test_ghost_queue_keeps_the_order_of_an_ordered_dict(seed):
             queue.push(ghosts)
             model.update(dict.fromkeys(ghosts))
         elif action == 1:
-            queue.remove(some)
+            index.remove(some)
             for ghost in some:
                 model.pop(ghost, None)
         else:
@@ -89,20 +96,22 @@ def test_ghost_queue_keeps_the_order_of_an_ordered_dict(seed):
             queue.drop_oldest(count)
             for ghost in oldest:
                 del model[ghost]
-        assert queue.members == model.keys()
+        assert len(queue) == len(model)
+        assert index.holds_any(some) == (not model.keys().isdisjoint(some))
     assert list(queue) == list(model)
 
 
 @pytest.mark.parametrize("cycling", [1, 50, 3000])
 def test_ghosts_that_leave_and_come_again_take_no_more_memory_each_time(cycling):
     """A working set a little larger than the tier: every miss is a ghost, and none is dropped."""
-    queue = GhostQueue()
+    index = GhostIndex(5000)
+    queue = GhostQueue(index)
     queue.push(range(5000))
     ghosts = list(range(1000, 1000 + cycling))
     tracemalloc.start()
     try:
         for _ in range(200_000 // cycling):
-            queue.remove(ghosts)
+            index.remove(ghosts)
             queue.push([ghost + 0 for ghost in ghosts])  # other objects each time
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:

@@ -19,8 +19,8 @@ def make_policy(
 ) -> EvictionPolicy:
     """Return a new policy for a tier that holds about `capacity_chunks` chunks.
 
-    The capacity bounds the ghosts of `arc`; `lru` has none. A plug-in is given the capacity, and
-    the options as keyword arguments.
+    The capacity bounds the ghosts of `arc`; `lru` only sizes its tables by it. A plug-in is given
+    the capacity, and the options as keyword arguments.
 
     Raises:
         ConfigError: there is no such policy, or the plug-in makes none of these options.
@@ -28,7 +28,7 @@ def make_policy(
     if name == "arc":
         return ArcPolicy(capacity_chunks)
     if name == "lru":
-        return LruPolicy()
+        return LruPolicy(capacity_chunks)
     make = load_plug_in(PlugInGroup.POLICIES, name)
     what = f"primary.eviction: {quoted(name)}"
     try:

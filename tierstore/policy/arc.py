@@ -5,14 +5,15 @@ once since they came, T2 those used more often; B1 and B2 are their ghosts; p is
 aims at; c is the capacity.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from operator import not_, or_
+from operator import not_
 
 from tierstore.key import OffloadKey
 from tierstore.policy.arc_misses import ArcLists
-from tierstore.policy.ghost_queue import GhostQueue
+from tierstore.policy.ghost_queue import GhostIndex, GhostQueue
+from tierstore.policy.key_index import KeyIndex
 from tierstore.policy.key_queue import KeyQueue
 from tierstore.policy.plan import EvictionPlan
 from tierstore.policy.use import UNKNOWN_USE, UseContext
@@ -21,6 +22,7 @@ __all__ = ["ArcPolicy"]
 
 _DIGEST_MASK = (1 << 60) - 1
 """An `int` of more bits takes more memory."""
+_RETURNING_MAX = 4096
 
 
 @dataclass(slots=True, eq=False)
@@ -60,39 +62,31 @@ class ArcPolicy:
         if capacity_chunks <= 0:
             raise ValueError(f"capacity_chunks: expected at least 1, got {capacity_chunks}")
         self._c = capacity_chunks
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all keys and ghosts, and start over with p = 0."""
         self._p = 0.0
-        self._t1, self._t2 = KeyQueue(), KeyQueue()
-        self._b1, self._b2 = GhostQueue(), GhostQueue()
-        self._returning: set[int] = set()
+        self._resident = KeyIndex(self._c)
+        self._t1, self._t2 = KeyQueue(self._resident), KeyQueue(self._resident)
+        self._ghosts = GhostIndex(self._c)
+        self._b1, self._b2 = GhostQueue(self._ghosts), GhostQueue(self._ghosts)
+        self._returning: set[int] | None = set()
         """Digests of keys that missed together with a ghost and are not inserted yet. `insert` need
-        not look for ghosts among other keys: a key on its way cannot be evicted."""
+        not look for ghosts among other keys: a key on its way cannot be evicted. None: they were
+        too many, because batches never arrived, and `insert` always looks."""
 
     def locate(self, keys: Sequence[OffloadKey]) -> list[int | None]:
         """Return the slot of each resident key, None for others."""
-        if not keys:
-            return []
-        # The chunks of a request mostly came and were used together: one list has all or none.
-        first, second = self._t1.table, self._t2.table
-        if keys[0] in second:
-            first, second = second, first
-        elif keys[0] not in first and not self.holds_any(keys):
-            return [None] * len(keys)
-        slots: list[int | None] = list(map(first.get, keys))
-        return list(map(second.get, keys, slots)) if None in slots else slots
+        return self._resident.locate(keys)
 
     def holds_any(self, keys: Sequence[OffloadKey]) -> bool:
         """Return whether any of the keys is resident."""
-        t1, t2 = self._t1.table, self._t2.table
-        return not (t1.keys().isdisjoint(keys) and t2.keys().isdisjoint(keys))
+        return self._resident.holds_any(keys)
 
     def holds_all(self, keys: Sequence[OffloadKey]) -> bool:
         """Return whether all of the keys are resident."""
-        first, second = self._t1.table, self._t2.table
-        if keys and keys[0] in second:
-            first, second = second, first
-        return all(map(first.__contains__, keys)) or all(
-            map(or_, map(first.__contains__, keys), map(second.__contains__, keys))
-        )
+        return self._resident.holds_all(keys)
 
     def insert(
         self,
@@ -101,10 +95,11 @@ class ArcPolicy:
         use: UseContext = UNKNOWN_USE,  # noqa: ARG002 - the protocol; all uses are alike here
     ) -> None:
         """Add keys, in order: ghosts to T2, all others to T1; then drop the oldest ghosts."""
-        if self._returning:
+        if self._returning or self._returning is None:
             digests = _digests(keys)
-            self._returning.difference_update(digests)
-            if not self._no_ghost_in(digests):
+            if self._returning is not None:
+                self._returning.difference_update(digests)
+            if self._ghosts.holds_any(digests):
                 self._insert_ghosts(keys, slots, digests)
                 return
         self._t1.push(keys, slots)
@@ -116,17 +111,6 @@ class ArcPolicy:
         use: UseContext = UNKNOWN_USE,  # noqa: ARG002 - as in `insert`
     ) -> None:
         """Make resident keys the most recently used of T2, in order (case I)."""
-        if self._t1.table.keys().isdisjoint(keys):
-            self._t2.touch(keys)
-            return
-        popped = self._t1.pop_present(keys)
-        slots = [slot for slot in popped if slot is not None]
-        if len(slots) == len(keys):
-            self._t2.push(keys, slots)
-            return
-        moved = [key for key, slot in zip(keys, popped, strict=True) if slot is not None]
-        self._t2.push(moved, slots)
-        # The moved keys too: they take their turn between those that were in T2 before.
         self._t2.touch(keys)
 
     def victims(
@@ -138,7 +122,7 @@ class ArcPolicy:
     ) -> EvictionPlan:
         """Plan what REPLACE does for the last `count` of `incoming`, in order."""
         digests = _digests(incoming)
-        if self._no_ghost_in(digests):
+        if not self._ghosts.holds_any(digests):
             t1_count, found = self._victims_for_strangers(count, pinned, len(incoming))
             return _ArcPlan(found, incoming, use, t1_count)
         cold = self._t1.peek(count, pinned), self._t2.peek(count, pinned)
@@ -163,16 +147,7 @@ class ArcPolicy:
 
     def remove(self, keys: Sequence[OffloadKey]) -> list[int]:
         """Remove resident keys from T1 and T2; they leave no ghost."""
-        return self._pop(keys)[0]
-
-    def clear(self) -> None:
-        """Forget all keys and ghosts, and start over with p = 0."""
-        self._t1.clear()
-        self._t2.clear()
-        self._b1.clear()
-        self._b2.clear()
-        self._returning.clear()
-        self._p = 0.0
+        return self._t1.pop(keys)
 
     def __len__(self) -> int:
         return len(self._t1) + len(self._t2)
@@ -180,16 +155,13 @@ class ArcPolicy:
     def _insert_ghosts(
         self, keys: Sequence[OffloadKey], slots: Sequence[int], digests: Sequence[int]
     ) -> None:
-        b1, b2 = self._b1.members, self._b2.members
-        if all(map(or_, map(b1.__contains__, digests), map(b2.__contains__, digests))):
+        if None not in self._ghosts.queues(digests):
             # What left together comes back together, and only strangers drop old ghosts.
-            self._b1.remove(digests)
-            self._b2.remove(digests)
+            self._ghosts.remove(digests)
             self._t2.push(keys, slots)
             return
         steps = self._lists().in_detail(digests)
-        self._b1.remove(steps.gone)
-        self._b2.remove(steps.gone)
+        self._ghosts.remove(steps.gone)
         was_ghost = steps.was_ghost
         was_stranger = list(map(not_, was_ghost))
         self._t2.push(list(compress(keys, was_ghost)), compress(slots, was_ghost))
@@ -198,8 +170,8 @@ class ArcPolicy:
     def _evict_chosen(self, plan: EvictionPlan) -> list[int]:
         """Evict what the caller has chosen among the victims; p adapts as in `victims`."""
         digests = _digests(plan.incoming)
-        if not self._no_ghost_in(digests):
-            t1 = self._t1.table
+        if self._ghosts.holds_any(digests):
+            t1 = self._t1
             cold = (
                 [key for key in plan.keys if key in t1],
                 [key for key in plan.keys if key not in t1],
@@ -209,19 +181,23 @@ class ArcPolicy:
         return self._pop_to_ghosts(plan.keys)
 
     def _pop_to_ghosts(self, keys: Sequence[OffloadKey]) -> list[int]:
-        slots, t1_victims, t2_victims = self._pop(keys)
-        self._b1.push(_digests(t1_victims))
-        self._b2.push(_digests(t2_victims))
-        return slots
+        in_t1 = list(map(self._t1.__contains__, keys))
+        self._b1.push(_digests(compress(keys, in_t1)))
+        self._b2.push(_digests(compress(keys, map(not_, in_t1))))
+        return self._t1.pop(keys)
 
     def _lists(self) -> ArcLists:
-        return ArcLists(self._c, self._p, len(self._t1), len(self._t2), self._b1, self._b2)
+        return ArcLists(
+            self._c, self._p, len(self._t1), len(self._t2), self._ghosts, self._b1, self._b2
+        )
 
     def _expect(self, digests: Sequence[int]) -> None:
-        self._returning.update(digests)
-        if len(self._returning) > 2 * self._c:
-            # Left by batches that never arrived.
-            self._returning &= self._b1.members | self._b2.members
+        if self._returning is not None:
+            self._returning.update(digests)
+            if len(self._returning) > min(2 * self._c, _RETURNING_MAX):
+                # Left by batches that never arrived.
+                left = self._ghosts.present(self._returning)
+                self._returning = left if len(left) <= _RETURNING_MAX // 2 else None
 
     def _victims_for_strangers(
         self, count: int, pinned: Collection[OffloadKey], incoming_count: int
@@ -231,7 +207,7 @@ class ArcPolicy:
         Keys without a ghost leave p alone, and each makes T1 grow by one: REPLACE takes from T2
         until |T1| > p, from then on from T1, whose size then stays.
         """
-        t1_size = len(self._t1.table) + max(incoming_count - count, 0)
+        t1_size = self._t1.size + max(incoming_count - count, 0)
         t2_turns = min(int(self._p) + 1 - t1_size, count)
         from_t2 = self._t2.peek(t2_turns, pinned) if t2_turns > 0 else []
         from_t1 = self._t1.peek(count - len(from_t2), pinned)
@@ -241,32 +217,17 @@ class ArcPolicy:
             found = found + more[len(from_t2) :]
         return len(from_t1), found
 
-    def _pop(
-        self, keys: Sequence[OffloadKey]
-    ) -> tuple[list[int], list[OffloadKey], list[OffloadKey]]:
-        """Remove keys; return their slots, those that were in T1, and those that were in T2."""
-        t1 = self._t1.table
-        in_t1 = list(map(t1.__contains__, keys))
-        t1_keys = list(compress(keys, in_t1))
-        t2_keys = list(compress(keys, map(not_, in_t1)))
-        t1_slots, t2_slots = iter(self._t1.pop(t1_keys)), iter(self._t2.pop(t2_keys))
-        slots = [next(t1_slots) if flag else next(t2_slots) for flag in in_t1]
-        return slots, t1_keys, t2_keys
-
-    def _no_ghost_in(self, digests: Sequence[int]) -> bool:
-        return self._b1.members.isdisjoint(digests) and self._b2.members.isdisjoint(digests)
-
     def _trim(self) -> None:
-        b1_size, b2_size = len(self._b1.members), len(self._b2.members)
-        l1_size = len(self._t1.table) + b1_size
+        b1_size, b2_size = self._b1.size, self._b2.size
+        l1_size = self._t1.size + b1_size
         excess = l1_size - self._c
         if excess > 0:
             self._b1.drop_oldest(excess)
             l1_size -= min(excess, b1_size)
-        excess = l1_size + len(self._t2.table) + b2_size - 2 * self._c
+        excess = l1_size + self._t2.size + b2_size - 2 * self._c
         if excess > 0:
             self._b2.drop_oldest(excess)
 
 
-def _digests(keys: Sequence[OffloadKey]) -> list[int]:
-    return [hash(key) & _DIGEST_MASK for key in keys]
+def _digests(keys: Iterable[OffloadKey]) -> list[int]:
+    return [digest & _DIGEST_MASK for digest in map(hash, keys)]

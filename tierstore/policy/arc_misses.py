@@ -5,11 +5,10 @@ Cases II to IV of Fig. 4 in Megiddo & Modha, FAST'03. Nothing is changed here.
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, repeat
-from operator import or_
 from typing import NamedTuple
 
 from tierstore.key import OffloadKey
-from tierstore.policy.ghost_queue import GhostQueue
+from tierstore.policy.ghost_queue import GhostIndex, GhostQueue
 
 __all__ = ["ArcLists", "Misses", "MissesInDetail"]
 
@@ -47,6 +46,7 @@ class ArcLists(NamedTuple):
     p: float
     t1_size: int
     t2_size: int
+    ghosts: GhostIndex
     b1: GhostQueue
     b2: GhostQueue
 
@@ -59,9 +59,10 @@ class ArcLists(NamedTuple):
         """Return what misses that include ghosts do."""
         is_plenty = len(cold[0]) == len(cold[1]) == count == len(incoming)
         if is_plenty:
-            in_b1s = list(map(self.b1.members.__contains__, incoming))
-            if all(map(or_, in_b1s, map(self.b2.members.__contains__, incoming))):
-                return self._misses_of_ghosts(in_b1s, cold)
+            queues = self.ghosts.queues(incoming)
+            if None not in queues:
+                b1 = self.b1
+                return self._misses_of_ghosts([queue is b1 for queue in queues], cold)
         return self.in_detail(incoming, cold, count).misses
 
     def in_detail(  # noqa: C901 - a function per case would be called once per key, the main cost
@@ -72,7 +73,7 @@ class ArcLists(NamedTuple):
     ) -> MissesInDetail:
         """Return what misses that include ghosts do, key by key."""
         c, p, t1_size, t2_size = self.c, self.p, self.t1_size, self.t2_size
-        b1, b2 = self.b1.members, self.b2.members
+        b1, b2 = self.b1, self.b2
         b1_size, b2_size = len(b1), len(b2)
         t1_cold, t2_cold = map(iter, cold)
         gone: dict[int, None] = {}
@@ -82,10 +83,15 @@ class ArcLists(NamedTuple):
         t1_victim_count = 0
         was_ghost: list[bool] = []
         free = len(incoming) - count
-        for number, ghost in enumerate(chain(incoming, repeat(_NO_DIGEST, -free))):
+        misses = zip(
+            chain(incoming, repeat(_NO_DIGEST, -free)),
+            chain(self.ghosts.queues(incoming), repeat(None)),
+            strict=False,
+        )
+        for number, (ghost, queue) in enumerate(misses):
             # The sizes in the formulas of p are those before the ghost leaves its list.
-            in_b1 = ghost in b1 and ghost not in gone
-            in_b2 = not in_b1 and ghost in b2 and ghost not in gone
+            in_b1 = queue is b1 and ghost not in gone
+            in_b2 = queue is b2 and ghost not in gone
             if in_b1:
                 p = min(c, p + max(1.0, b2_size / b1_size))
                 b1_size -= 1

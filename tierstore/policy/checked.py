@@ -1,7 +1,7 @@
 """A policy of another package: it says who leaves, and is believed nothing else."""
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -148,8 +148,8 @@ class CheckedPolicy:
 
 
 def _read_only(keys: Collection[OffloadKey]) -> Collection[OffloadKey]:
-    """Return a view of the keys of a table, in O(1), or a copy of other keys."""
-    return keys.keys() if isinstance(keys, dict) else frozenset(keys)
+    """Return a view of the keys of a mapping, in O(1), or a copy of other keys."""
+    return keys.keys() if isinstance(keys, Mapping) else frozenset(keys)
 
 
 def _require_bytes(key: object) -> OffloadKey:

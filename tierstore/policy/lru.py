@@ -3,11 +3,14 @@
 from collections.abc import Collection, Sequence
 
 from tierstore.key import OffloadKey
+from tierstore.policy.key_index import KeyIndex
 from tierstore.policy.key_queue import KeyQueue
 from tierstore.policy.plan import EvictionPlan
 from tierstore.policy.use import UNKNOWN_USE, UseContext
 
 __all__ = ["LruPolicy"]
+
+_CAPACITY_CHUNKS = 1 << 16
 
 
 class LruPolicy:
@@ -15,20 +18,27 @@ class LruPolicy:
 
     needs_use = False
 
-    def __init__(self) -> None:
-        self._order = KeyQueue()
+    def __init__(self, capacity_chunks: int = _CAPACITY_CHUNKS) -> None:
+        """Make room for about `capacity_chunks` keys; more are no error."""
+        self._capacity_chunks = capacity_chunks
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._resident = KeyIndex(self._capacity_chunks)
+        self._order = KeyQueue(self._resident)
 
     def locate(self, keys: Sequence[OffloadKey]) -> list[int | None]:
         """Return the slot of each resident key, None for others."""
-        return list(map(self._order.table.get, keys))
+        return self._resident.locate(keys)
 
     def holds_any(self, keys: Sequence[OffloadKey]) -> bool:
         """Return whether any of the keys is resident."""
-        return not self._order.table.keys().isdisjoint(keys)
+        return self._resident.holds_any(keys)
 
     def holds_all(self, keys: Sequence[OffloadKey]) -> bool:
         """Return whether all of the keys are resident."""
-        return all(map(self._order.table.__contains__, keys))
+        return self._resident.holds_all(keys)
 
     def insert(
         self,
@@ -64,10 +74,6 @@ class LruPolicy:
     def remove(self, keys: Sequence[OffloadKey]) -> list[int]:
         """Remove resident keys; return their slots."""
         return self._order.pop(keys)
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._order.clear()
 
     def __len__(self) -> int:
         return len(self._order)

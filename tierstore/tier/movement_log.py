@@ -15,8 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tierstore.key import OffloadKey
+from tierstore.policy.small_tables import small_tables
 
 __all__ = ["Movement", "MovementLog"]
+
+_DESCRIBED_COUNT = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,8 @@ class MovementLog:
     def __init__(self) -> None:
         self._changes: list[Movement] = []
         self._undescribed: dict[OffloadKey, None] = {}
-        self._descriptions: dict[OffloadKey, object] = {}
+        self._descriptions: list[dict[OffloadKey, object]] = small_tables(_DESCRIBED_COUNT)
+        """By the last byte of the key."""
         self._is_stopped = False
 
     def stop(self) -> None:
@@ -49,7 +53,7 @@ class MovementLog:
         self._is_stopped = True
         self._changes.clear()
         self._undescribed.clear()
-        self._descriptions.clear()
+        self._descriptions = small_tables(_DESCRIBED_COUNT)
 
     def arriving(self, keys: Sequence[OffloadKey]) -> None:
         """Note chunks whose slots were just reserved."""
@@ -64,13 +68,13 @@ class MovementLog:
 
     def describe(self, key: OffloadKey, description: object) -> None:
         """Keep what a chunk of `take_undescribed` holds."""
-        self._descriptions[key] = description
+        self._descriptions[key[-1]][key] = description
 
     def lost(self, keys: Sequence[OffloadKey]) -> None:
         """Note chunks that were arriving, but never arrived."""
         for key in keys:
             self._undescribed.pop(key, None)
-            self._descriptions.pop(key, None)
+            self._descriptions[key[-1]].pop(key, None)
 
     def came(self, keys: Sequence[OffloadKey]) -> None:
         """Note chunks that can be loaded from the primary tier from now on."""
@@ -80,8 +84,8 @@ class MovementLog:
     def left(self, keys: Sequence[OffloadKey]) -> None:
         """Note chunks that can no longer be loaded from the primary tier."""
         if keys:
-            forget = self._descriptions.pop
-            known = tuple(forget(key, None) for key in keys)
+            tables = self._descriptions
+            known = tuple(tables[key[-1]].pop(key, None) for key in keys)
             self._note(Movement(tuple(keys), is_there=False, descriptions=known))
 
     def recorded(self, tier_name: str, keys: Sequence[OffloadKey]) -> None:
@@ -100,7 +104,8 @@ class MovementLog:
         return changes
 
     def _came(self, keys: Sequence[OffloadKey], tier_name: str | None) -> None:
-        known = tuple(map(self._descriptions.get, keys))
+        tables = self._descriptions
+        known = tuple(tables[key[-1]].get(key) for key in keys)
         self._note(Movement(tuple(keys), is_there=True, tier_name=tier_name, descriptions=known))
 
     def _note(self, change: Movement) -> None:

@@ -109,7 +109,7 @@ class PrimaryTier:
             raise self._refusal_of_known("reserve", keys)
         self._known_new = None
         count = len(keys)
-        plan = plan_eviction(self._policy, slot_pool, self._pins.by_key, group_idx, keys, use=use)
+        plan = plan_eviction(self._policy, slot_pool, self._pins, group_idx, keys, use=use)
         if plan is None:
             return None
         slots = self._policy.evict(plan)
@@ -258,9 +258,7 @@ class PrimaryTier:
     def victims(self, count: int, held: AbstractSet[OffloadKey]) -> list[OffloadKey]:
         """Name the next `count` victims as if the one pin of each in `held` was gone. O(pins)."""
         pins = {
-            key: pin_count
-            for key, pin_count in self._pins.by_key.items()
-            if pin_count > (key in held)
+            key: pin_count for key, pin_count in self._pins.counts() if pin_count > (key in held)
         }
         return self._policy.victims(count, pins).keys
 
@@ -277,7 +275,7 @@ class PrimaryTier:
         gone = list(keys)
         require_distinct("remove", gone)
         self._require_resident("remove", gone)
-        if not self._pins.by_key.keys().isdisjoint(gone):
+        if len(self._pins.unpinned(gone)) < len(gone):
             raise refusal_of_first("remove", "is pinned", gone, self._pins.__contains__)
         self._slots.give(self._policy.remove(gone))
 
@@ -312,10 +310,10 @@ class PrimaryTier:
         both = slot_by_key.keys() & self._arrivals.arriving.keys()
         if both:
             problems.append(f"{len(both)} keys are resident and arriving")
-        lost = self._pins.by_key.keys() - slot_by_key.keys()
+        lost = set(self._pins) - slot_by_key.keys()
         if lost:
             problems.append(f"{len(lost)} keys are pinned but not resident")
-        if any(count < 1 for count in self._pins.by_key.values()):
+        if any(count < 1 for _, count in self._pins.counts()):
             problems.append("a pin count is not positive")
         problems += self._slots.check([*slot_by_key.values(), *self._arrivals.slots()])
         return problems
