@@ -24,7 +24,7 @@ def small_tables(entry_count: int) -> list[dict[Key, Value]]:
     """Return the table for each byte, empty; neighbours share one.
 
     Beyond `entry_count` entries the tables grow past `TABLE_ENTRIES_MAX` and work as before. That
-    of 5,000,000 entries or more as well: there are no more tables than bytes.
+    of 2,500,000 entries or more as well: there are no more tables than bytes.
     """
     share = min(range(1, TABLE_PLACES + 1), key=lambda share: _place_count(entry_count, share))
     tables: list[dict[Key, Value]] = [{} for _ in range(ceil(TABLE_PLACES / share))]
