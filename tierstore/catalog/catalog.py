@@ -6,6 +6,7 @@ in the calling thread, writes in whichever thread opens a `transaction`.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from typing import Self
 
 from tierstore.backend.inventory import stored_segments
@@ -14,13 +15,15 @@ from tierstore.catalog.entry import Entry
 from tierstore.catalog.garbage import Floors
 from tierstore.catalog.owners import is_owner_dead
 from tierstore.catalog.pages.budget import Budget
+from tierstore.catalog.pages.cluster_row import ClusterRow
 from tierstore.catalog.pages.file_size import FileSize
+from tierstore.catalog.pages.order import Spot
 from tierstore.catalog.pages.segments import is_in_use
 from tierstore.catalog.pages.space import Space
 from tierstore.catalog.pages.state import read_state
-from tierstore.catalog.rows import StateRow
+from tierstore.catalog.records import Records
+from tierstore.catalog.rows import StateRow, wide_key
 from tierstore.catalog.transaction import CatalogTxn
-from tierstore.codec.record import PLACE_BYTES
 from tierstore.config import SecondaryConfig
 from tierstore.device.system import SystemCalls
 from tierstore.errors import (
@@ -128,20 +131,37 @@ class Catalog:
 
         Raises:
             BackendError: the catalog cannot be read.
+            CatalogDamagedError: a place cannot be.
         """
+        clusters: dict[int, ClusterRow | None] = {}
+
+        def row_of(cluster: int) -> ClusterRow | None:
+            value = txn.get(wide_key(cluster), db=self._databases.clusters)
+            try:
+                clusters[cluster] = row = None if value is None else ClusterRow.unpack(value)
+            except CatalogDamagedError as error:
+                self._env.distrust(str(error))
+                return None
+            return row
+
         try:
-            with self._env.read(self._databases.records) as txn:
-                floors = Floors(txn, self._databases)
-                values = list(map(txn.get, passing(keys)))
+            with self._env.read() as txn:
+                records = Records(txn, self._databases, Floors(txn, self._databases), row_of)
+                spots = records.find(passing(keys))
         except BackendCorruptError as error:
             self._env.distrust(str(error))
             raise
-        if floors:
-            return [
-                None if value is None or floors.hide(key, value) else Place(value[:PLACE_BYTES])
-                for key, value in zip(keys, values, strict=True)
-            ]
-        return [None if value is None else Place(value[:PLACE_BYTES]) for value in values]
+        places: list[Place | None] = []
+        header_pages = self.geometry.header_pages
+        with numbers_in_range():
+            for cluster, run in groupby(spots, _cluster_of):
+                row = None if cluster is None else clusters[cluster]
+                if cluster is None or row is None:
+                    places += [None] * len(list(run))
+                else:
+                    indices = [spot[1] for spot in run if spot is not None]
+                    places += row.places(cluster, indices, header_pages)
+        return places
 
     @contextmanager
     def transaction(self, pins: Mapping[OffloadKey, int] = _NO_PINS) -> Iterator[CatalogTxn]:
@@ -244,3 +264,7 @@ class Catalog:
     def _measure(self, txn: Transaction, state: StateRow) -> Budget:
         size = self._size.count(txn)
         return Budget.measure(txn, self._databases, self.geometry, state, size=size)
+
+
+def _cluster_of(spot: Spot | None) -> int | None:
+    return None if spot is None else spot[0]

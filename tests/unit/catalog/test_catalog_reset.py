@@ -15,10 +15,11 @@ from tierstore.catalog.messages import (
     RequestPlaces,
     SweepGarbage,
 )
+from tierstore.catalog.pages.cluster_row import CLUSTER_RECORDS_MAX
 from tierstore.tier_events import Committed, Placed
 
 PAGE, BRANCH, LEAF = 4096, 1, 2
-KEY_BYTES = {"extents": 8, "records": 44}
+KEY_BYTES = {"clusters": 8, "records": 44}
 
 
 def reset(harness):
@@ -52,9 +53,9 @@ def test_a_reset_is_one_transaction_and_gives_whole_segments_back(tmp_path, back
     assert harness.row_count("segments") == 1
     assert harness.row_count("records") == 40_000
     assert harness.catalog.check() == []
-    assert harness.sweep() >= 40_000 // SWEEP_ROWS_MAX
+    assert harness.sweep() >= 40_000 // (SWEEP_ROWS_MAX + CLUSTER_RECORDS_MAX)
     assert harness.row_count("records") == 500
-    assert harness.row_count("order") == harness.row_count("extents") == -(-500 // 32)
+    assert harness.row_count("order") == harness.row_count("clusters") == -(-500 // 128)
     assert harness.row_count("floors") == 0
     assert harness.located(*range(500)) == [True] * 500
     assert harness.catalog.check() == []
@@ -69,7 +70,7 @@ def test_a_sweep_that_a_restart_interrupts_begins_again(harness):
     assert harness.writer.has_garbage
     assert harness.row_count("records") == 8
     harness.sweep()
-    assert harness.row_count("records") == harness.row_count("extents") == 0
+    assert harness.row_count("records") == harness.row_count("clusters") == 0
     harness.reopen()
     assert not harness.writer.has_garbage
 
@@ -186,7 +187,7 @@ def damage_a_key(path, kind, length, start):
 def test_garbage_whose_keys_are_damaged_does_not_stay(tmp_path, database, kind, start):
     """Goal: a search that a key leads astray finds no garbage, and nobody would remove it."""
     harness = Harness(tmp_path, capacity=32 * MIB, chunk=4096)
-    for number in range(400):  # an extent for each
+    for number in range(400):  # a cluster for each
         harness.store(number)
     reset(harness)
     harness.take()
@@ -197,7 +198,7 @@ def test_garbage_whose_keys_are_damaged_does_not_stay(tmp_path, database, kind, 
     harness.sweep()
     assert harness.catalog.check() == []
     assert isinstance(harness.store(500), Placed)
-    counts = [harness.row_count(name) for name in ("records", "order", "extents")]
+    counts = [harness.row_count(name) for name in ("records", "order", "clusters")]
     assert counts == [1, 1, 1]
     harness.catalog.close()
 

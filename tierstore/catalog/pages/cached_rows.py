@@ -3,13 +3,14 @@
 from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
-from tierstore.catalog.pages.extent_row import ExtentRow
+from tierstore.catalog.pages.cluster_row import ClusterRow
 from tierstore.catalog.rows import SegmentRow
+from tierstore.errors import CatalogDamagedError
 from tierstore.lmdb_env.library import Database, Transaction
 
 __all__ = ["CachedRows"]
 
-RowT = TypeVar("RowT", SegmentRow, ExtentRow)
+RowT = TypeVar("RowT", SegmentRow, ClusterRow)
 
 
 class CachedRows(Generic[RowT]):
@@ -44,6 +45,17 @@ class CachedRows(Generic[RowT]):
                 self._rows[number] = self._unpack(value)
                 self._stored[number] = value
         return self._rows[number]
+
+    def row(self, number: int) -> RowT:
+        """Return a row, to be changed in place.
+
+        Raises:
+            CatalogDamagedError: there is none.
+        """
+        row = self.find(number)
+        if row is None:
+            raise CatalogDamagedError(f"row {number:#x} is unknown")
+        return row
 
     def put(self, number: int, row: RowT) -> None:
         """Add a row, or replace it."""

@@ -62,10 +62,9 @@ class Segments:
         """Count records of so many bytes each that were published."""
         self._count(segment, record_count, record_count * payload_bytes)
 
-    def count_out(self, places: RowArray) -> None:
-        """Count records that are gone."""
-        for segment, part in by_segment(places):
-            self._count(segment, -len(part), -int(part["payload_bytes"].sum(dtype=np.int64)))
+    def count_out(self, segment: int, record_count: int, payload_bytes: int) -> None:
+        """Count records of so many bytes each that are gone."""
+        self._count(segment, -record_count, -record_count * payload_bytes)
 
     def forget_records(self, row: SegmentRow) -> None:
         """Count a segment's records out, which are garbage now."""

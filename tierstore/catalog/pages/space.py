@@ -5,13 +5,12 @@ records stay charged until every rank has given them back. Where the file system
 units only (`BlockUnits`), they stay charged until all of their unit is free, and was given back.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from tierstore.catalog.pages.budget import Budget, CatalogSize
+from tierstore.catalog.pages.cached_rows import CachedRows
+from tierstore.catalog.pages.cluster_row import ClusterRow
 from tierstore.catalog.pages.extents import (
-    Extents,
     coalesce,
     extent_records_max,
     fit_count,
@@ -30,6 +29,7 @@ from tierstore.catalog.rows import (
     RowArray,
     SegmentRow,
     SegmentState,
+    wide_key,
 )
 from tierstore.errors import CatalogDamagedError
 from tierstore.geometry import SpaceGeometry
@@ -66,8 +66,8 @@ class Space:
         self.budget = Budget.measure(txn, databases, geometry, state, size=size)
         self._stored_state = state.pack()
         self.segments = Segments(txn, databases, state)
-        self._extents = Extents(txn, databases)
-        self.order = Order(txn, databases, state, self._extents)
+        self.clusters = CachedRows(txn, databases.clusters, wide_key, ClusterRow.unpack)
+        self.order = Order(txn, databases, state, self.clusters)
         self._freed: list[RowArray] = []
         self._shrunk: set[int] = set()
 
@@ -180,19 +180,10 @@ class Space:
         )
         self._free(runs)
 
-    def free_places(self, places: RowArray, emptied: Sequence[int]) -> None:
-        """Free records that are gone from the catalog, and the headers of `emptied` extents."""
-        header_pages = self._geometry.header_pages
-        runs = np.empty(len(places), RUN_DTYPE)
-        runs["segment"] = places["segment"]
-        runs["first_page"] = (
-            places["header_page"] + header_pages + places["index"] * places["stride_pages"]
-        )
-        runs["page_count"] = places["stride_pages"]
-        if emptied and header_pages:
-            headers = [(key >> 32, key & 0xFFFFFFFF, 1) for key in emptied]
-            runs = np.concatenate([runs, np.array(headers, RUN_DTYPE)])
-        self._free(runs)
+    def free_records(self, cluster: int, row: ClusterRow, bits: int, live_bits: int) -> None:
+        """Free the pages of records, with the headers of extents in which none lives any more."""
+        runs = row.page_runs(cluster, bits, live_bits, self._geometry.header_pages)
+        self._free(np.array(list(runs), RUN_DTYPE))
 
     def close_segment(self, segment: int) -> None:
         """Append no more to a segment. Its tail stays charged until `trim_segment`."""
@@ -255,7 +246,7 @@ class Space:
     def flush(self) -> None:
         """Write the changed rows into the transaction."""
         self.segments.flush()
-        self._extents.flush()
+        self.clusters.flush()
         if self.state.pack() != self._stored_state:  # else an idle transaction would write pages
             write_state(self._txn, self._databases, self.state)
 
