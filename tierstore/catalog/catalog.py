@@ -14,13 +14,13 @@ from tierstore.catalog.check import check_catalog, numbers_in_range
 from tierstore.catalog.entry import Entry
 from tierstore.catalog.garbage import Floors
 from tierstore.catalog.owners import is_owner_dead
-from tierstore.catalog.pages.budget import Budget
+from tierstore.catalog.pages.budget import Budget, read_owners
 from tierstore.catalog.pages.cluster_row import ClusterRow
 from tierstore.catalog.pages.file_size import FileSize
 from tierstore.catalog.pages.order import Spot
 from tierstore.catalog.pages.segments import is_in_use
 from tierstore.catalog.pages.space import Space
-from tierstore.catalog.pages.state import read_state
+from tierstore.catalog.pages.state import LastWrite, read_state
 from tierstore.catalog.records import Records
 from tierstore.catalog.rows import StateRow, wide_key
 from tierstore.catalog.transaction import CatalogTxn
@@ -59,6 +59,7 @@ class Catalog:
         self._owner_lock = entry.owner_lock
         self._size = FileSize(entry.env, entry.databases)
         self._active: int | None = None
+        self._last: LastWrite | None = None
 
     @classmethod
     def open(
@@ -175,21 +176,25 @@ class Catalog:
             BackendError: the catalog failed; nothing was changed.
             CatalogError: a row is damaged; nothing was changed.
         """
+        last, self._last = self._last, None
         with self._distrusting(), self._env.write() as txn:
+            if last is not None and not last.is_last_before(txn):
+                last = None
             space = Space(
                 txn,
                 self._databases,
                 self.geometry,
-                size=self._size.recount(txn),
+                size=self._size,
                 owner=self.owner,
                 active=self._active,
+                last=last,
             )
-            work = CatalogTxn(txn, self._databases, self.geometry, space, pins)
+            work = CatalogTxn(txn, self._databases, self.geometry, space, pins=pins, last=last)
             yield work
-            work.freed = space.emit()
-            space.flush()
+            last = work.flush()
+        self._last = last
         self._active = space.active
-        self._size.note_needed(space.budget.needed_pages)
+        self._size.note(space.budget)
 
     def is_outgrowing(self) -> bool:
         """Return whether only what is necessary may be written; see `FileSize.is_outgrowing`."""
@@ -263,7 +268,8 @@ class Catalog:
 
     def _measure(self, txn: Transaction, state: StateRow) -> Budget:
         size = self._size.count(txn)
-        return Budget.measure(txn, self._databases, self.geometry, state, size=size)
+        owners = read_owners(txn, self._databases)
+        return Budget.measure(self.geometry, state, owners, size=size)
 
 
 def _cluster_of(spot: Spot | None) -> int | None:

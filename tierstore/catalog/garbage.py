@@ -7,7 +7,7 @@ of records. When none is left, the floors go. A pass that does not end, since it
 begun again by the next one to open the path.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tierstore.catalog.pages.cluster_row import ClusterRow, indices_of
@@ -34,9 +34,15 @@ SWEEP_ROWS_MAX = 256
 class Floors:
     """The floors as a transaction finds them; usually there are none, which costs one look."""
 
-    def __init__(self, txn: Transaction, databases: Databases) -> None:
+    def __init__(
+        self, txn: Transaction, databases: Databases, known: Mapping[bytes, int] | None = None
+    ) -> None:
+        """Read them, unless they are `known`."""
         self._txn = txn
         self._database = databases.floors
+        if known is not None:
+            self._floors = dict(known)
+            return
         with txn.cursor(db=databases.floors) as cursor:
             self._floors = {bytes(key): parse_number(value) for key, value in cursor.iternext()}
 

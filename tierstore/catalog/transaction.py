@@ -9,6 +9,7 @@ from tierstore.catalog.pages.cluster_row import ClusterRow, bits_of, indices_of,
 from tierstore.catalog.pages.extents import adjacent
 from tierstore.catalog.pages.order import Spot, Victims
 from tierstore.catalog.pages.space import Space
+from tierstore.catalog.pages.state import LastWrite
 from tierstore.catalog.pages.unreferenced import release_unreferenced
 from tierstore.catalog.records import Records
 from tierstore.catalog.rows import (
@@ -40,14 +41,17 @@ class CatalogTxn:
         databases: Databases,
         geometry: SpaceGeometry,
         space: Space,
+        *,
         pins: Mapping[OffloadKey, int],
+        last: LastWrite | None = None,
     ) -> None:
+        """`last` has the rows that need not be read again."""
         self._txn = txn
         self._databases = databases
         self._geometry = geometry
         self._pins = pins
         self.space = space
-        self.floors = Floors(txn, databases)
+        self.floors = Floors(txn, databases, None if last is None else last.floors)
         self.namespaces = Namespaces(txn, databases, space, self.floors)
         self._records = Records(txn, databases, self.floors, space.clusters.find)
         self.evicted: list[OffloadKey] = []
@@ -56,6 +60,26 @@ class CatalogTxn:
         self.freed: tuple[int, PendingRow] | None = None
         """The release, by id, of what this transaction freed; None: nothing, or it goes on."""
         self._dropped_count = 0
+
+    def flush(self) -> LastWrite | None:
+        """Write all that has changed into the transaction.
+
+        Returns:
+            The rows as they are then; None: they have to be read again.
+        """
+        self.freed = self.space.emit()
+        self.space.flush()
+        state = self.space.written_state
+        # With the state as it was, perhaps nothing is written, and the number is used again.
+        if state is None or self.namespaces.has_other_owners:
+            return None
+        return LastWrite(
+            int(self._txn.id()),
+            state,
+            self.space.owners,
+            {bytes(namespace): floor for namespace, floor in self.floors.all().items()},
+            self.space.segments.stored,
+        )
 
     def events(self, adopted: Iterable[tuple[int, PendingRow]] = ()) -> list[SecondaryEvent]:
         """Return what this transaction evicted, and what has to be given back when it is over."""
