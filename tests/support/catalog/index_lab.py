@@ -66,6 +66,9 @@ class IndexLab:
         with self.env.read() as txn:
             yield Index(txn, self, self.caches[which])
 
+    def index_of(self, txn, cache):
+        return Index(txn, self, cache)
+
     def change(self, ops, which=0, *, aborts=False):
         """Make one transaction of ops (cluster, keys, is added)."""
         living = {key: list(clusters) for key, clusters in self.living.items()}

@@ -28,7 +28,7 @@ class IndexBounds:
     bytes as a shard has entries for each op that is merged at once: `log_share`, about.
     """
 
-    shard_entries_max: int = 8192
+    shard_entries_max: int = 1 << 14
     """A larger shard is split."""
     log_share: int = 8
     """The log has at most one op for so many entries."""
@@ -138,30 +138,46 @@ class IndexCache:
             self._tail = tail
         return tail
 
-    def shard(self, txn: Transaction, databases: IndexDatabases, head: Head, index: int) -> Shard:
-        """Return a shard that is not empty; at most one call of the library.
+    def shards(
+        self,
+        txn: Transaction,
+        databases: IndexDatabases,
+        head: Head,
+        indices: Sequence[int],
+    ) -> list[Shard | None]:
+        """Return shards, None for an empty one; a call of the library for each one not in memory.
 
         Raises:
-            CatalogDamagedError: its row is missing or damaged.
+            CatalogDamagedError: a row is missing or damaged.
         """
-        start, version = int(head.shards["start"][index]), int(head.shards["version"][index])
         self._use_count += 1
-        shard = self._shards.get(start)
-        if shard is not None and shard.version == version:
-            shard.used_at = self._use_count
-            return shard
-        for shard in self._written.shards:
-            if shard.version == version:
-                break
-        else:
-            value = txn.get(shard_key(start), db=databases.shards)
-            shard = unpack_shard(value, head, index)
-        self._keep(start, shard)
-        return shard
+        starts, versions, known = head.starts, head.versions, self._shards
+        result: list[Shard | None] = []
+        for index in indices:
+            version = versions[index]
+            shard = known.get(starts[index])
+            if shard is not None and shard.version == version:
+                shard.used_at = self._use_count
+                result.append(shard)
+            else:
+                result.append(self._fetched(txn, databases, head, index) if version else None)
+        return result
 
     def note_written(self, written: Written) -> None:
         """Keep what a transaction is going to commit."""
         self._written = written
+
+    def _fetched(
+        self, txn: Transaction, databases: IndexDatabases, head: Head, index: int
+    ) -> Shard:
+        start, version = head.starts[index], head.versions[index]
+        for shard in self._written.shards:
+            if shard.version == version:
+                break
+        else:
+            shard = unpack_shard(txn.get(shard_key(start), db=databases.shards), head, index)
+        self._keep(start, shard)
+        return shard
 
     def _keep(self, start: int, shard: Shard) -> None:
         with self._lock:

@@ -56,8 +56,14 @@ class Head:
     edges: Numbers = field(init=False, repr=False)
     """The lowest hash of each shard."""
 
+    starts: list[int] = field(init=False, repr=False)
+    """Of each shard; as `versions`, to be had one by one."""
+    versions: list[int] = field(init=False, repr=False)
+
     def __post_init__(self) -> None:
         self.edges = self.shards["start"].astype(np.uint64) << np.uint64(START_SHIFT)
+        self.starts = self.shards["start"].tolist()
+        self.versions = self.shards["version"].tolist()
 
     @property
     def last_number(self) -> int:
@@ -67,7 +73,7 @@ class Head:
     def end_of(self, shard: int) -> int:
         """Return the hash behind the highest one of a shard."""
         after = shard + 1
-        start = int(self.shards["start"][after]) if after < len(self.shards) else SHARDS_MAX
+        start = self.starts[after] if after < len(self.starts) else SHARDS_MAX
         return start << START_SHIFT
 
     def with_shards(self, shards: ShardTable) -> "Head":

@@ -60,10 +60,11 @@ class Index:
             CatalogDamagedError: rows are damaged.
         """
         head, tail = self._read()
+        if not len(keys):
+            return []
         order, hashes = self._sorted_hashes(keys)
         shards = head.edges.searchsorted(hashes, side="right") - 1
-        queries, clusters = self._search_shards(head, shards, hashes)
-        found: _Found = [(queries, clusters, np.ones(len(queries), np.bool_))]
+        found = self._search_shards(head, shards, hashes)
         found += self._search_log(head, tail, hashes, head.shards["merged"][shards])
         return _candidates(order, found)
 
@@ -143,22 +144,26 @@ class Index:
         order = hashes.argsort(kind="stable")
         return order, hashes[order]
 
-    def _search_shards(
-        self, head: Head, shards: Indices, hashes: Numbers
-    ) -> tuple[Indices, Numbers]:
+    def _search_shards(self, head: Head, shards: Indices, hashes: Numbers) -> _Found:
         """Return which of the sorted `hashes` have entries in shards, and their clusters."""
-        queries, clusters = [], []
-        cuts = np.flatnonzero(np.diff(shards)) + 1
-        for start, stop in zip([0, *cuts.tolist()], [*cuts.tolist(), len(hashes)], strict=True):
-            if start == stop or not head.shards["count"][shards[start]]:
+        values, clusters = ~hashes, np.empty_like(hashes)
+        several: _Found = []
+        cuts = (np.flatnonzero(shards[1:] != shards[:-1]) + 1).tolist()
+        starts = [0, *cuts]
+        present = self._cache.shards(self._txn, self._databases, head, shards[starts].tolist())
+        for shard, start, stop in zip(present, starts, [*cuts, len(hashes)], strict=True):
+            if shard is None:
                 continue
-            shard = self._cache.shard(self._txn, self._databases, head, int(shards[start]))
-            matches = equal_rows(shard.hashes, hashes[start:stop])
-            queries.append(matches.queries + start)
-            clusters.append(shard.clusters[matches.rows])
-        if not queries:
-            return np.empty(0, np.intp), np.empty(0, np.uint64)
-        return np.concatenate(queries), np.concatenate(clusters)
+            part = hashes[start:stop]
+            if shard.is_unique:
+                rows = shard.hashes.searchsorted(part)
+                shard.hashes.take(rows, mode="clip", out=values[start:stop])
+                shard.clusters.take(rows, mode="clip", out=clusters[start:stop])
+            else:
+                queries, rows = equal_rows(shard.hashes, part)
+                several.append((queries + start, shard.clusters[rows], np.ones(len(rows), bool)))
+        found = np.flatnonzero(values == hashes)
+        return [(found, clusters[found], np.ones(len(found), bool)), *several]
 
     def _search_log(self, head: Head, tail: Tail, hashes: Numbers, after: Numbers) -> _Found:
         """Return what happened to each of the sorted `hashes` after a row of its own."""

@@ -74,8 +74,8 @@ class Merge:
         parts = [self._merged(index) for index in group]
         hashes = np.concatenate([part[0] for part in parts])
         clusters = np.concatenate([part[1] for part in parts])
-        gone = {int(head.shards["start"][index]) for index in group if head.shards["count"][index]}
-        start, end = int(head.shards["start"][group[0]]), head.end_of(group[-1]) >> START_SHIFT
+        gone = {head.starts[index] for index in group if head.versions[index]}
+        start, end = head.starts[group[0]], head.end_of(group[-1]) >> START_SHIFT
         entries_max = self._cache.bounds.shard_entries_max
         for piece in _split((start, hashes, clusters), end, entries_max):
             version = 0
@@ -92,11 +92,10 @@ class Merge:
         """Return hashes and clusters of a shard after all ops that it lacks."""
         head = self._head
         low, end, merged = int(head.edges[index]), head.end_of(index), head.shards["merged"][index]
-        hashes, clusters, is_added = [NOTHING], [NOTHING], [np.ones(0, np.bool_)]
-        if head.shards["count"][index]:
-            shard = self._cache.shard(self._txn, self._databases, head, index)
-            hashes, clusters = [shard.hashes], [shard.clusters]
-            is_added = [np.ones(len(shard.hashes), np.bool_)]
+        (shard,) = self._cache.shards(self._txn, self._databases, head, [index])
+        hashes = [NOTHING if shard is None else shard.hashes]
+        clusters = [NOTHING if shard is None else shard.clusters]
+        is_added = [np.ones(len(hashes[0]), np.bool_)]
         for run in self._runs:
             ops = run.between(low, end, int(merged))
             hashes.append(ops.hashes)

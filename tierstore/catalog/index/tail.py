@@ -8,7 +8,7 @@ from tierstore.catalog.index.run import Run
 
 __all__ = ["Tail"]
 
-_GROWTH = 4
+_GROWTH = 2
 """A run is at least so many times larger than the next younger one, so that they are few."""
 
 
