@@ -146,7 +146,7 @@ def test_it_grows_to_a_million_records_and_shrinks_to_nothing(tmp_path) -> None:
         assert found == [(number & ~127,) for number in numbers]
         assert not any(index.find([key_of(count + number) for number in numbers]))
     shard_count, log_count = lab.row_counts()
-    assert 128 < shard_count < 512
+    assert 64 < shard_count < 256
     assert log_count <= 8
     for first in range(0, count, at_once):
         with lab.write() as index:
