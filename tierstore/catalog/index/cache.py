@@ -1,14 +1,13 @@
 """What one process keeps of the index in memory."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import Protocol
 
 from tierstore.catalog.index.hashes import Numbers, hash_keys
 from tierstore.catalog.index.head import HEAD_KEY, Head
-from tierstore.catalog.index.log_row import log_key, unpack_log_row
-from tierstore.catalog.index.run import Run
+from tierstore.catalog.index.log_row import LogRow, log_key, unpack_log_row
 from tierstore.catalog.index.shard import Shard, shard_key, unpack_shard
 from tierstore.catalog.index.tail import Tail
 from tierstore.errors import CatalogDamagedError
@@ -56,10 +55,9 @@ class IndexDatabases(Protocol):
 class Written:
     """What a transaction wrote: of use to others if it was committed, as its checksums tell."""
 
-    log_version: int = 0
-    run: Run | None = None
-    """Of the log row with that checksum."""
-    shards: tuple[Shard, ...] = ()
+    log_row: LogRow | None = None
+    shards: dict[int, Shard] = field(default_factory=dict)
+    """By start."""
 
 
 class IndexCache:
@@ -112,6 +110,7 @@ class IndexCache:
             return Head()
         head = Head.unpack(value)
         self._head = (value, head)
+        self._keep_written(head)
         return head
 
     def tail(self, txn: Transaction, databases: IndexDatabases, head: Head) -> Tail:
@@ -124,12 +123,10 @@ class IndexCache:
         if known.covers(head):
             return known
 
-        def read(number: int) -> Run:
-            if written.run is not None and (number, head.log_version) == (
-                head.last_number,
-                written.log_version,
-            ):
-                return written.run
+        def read(number: int) -> LogRow:
+            row = written.log_row
+            if row is not None and number == head.last_number and row.version == head.log_version:
+                return row
             return unpack_log_row(txn.get(log_key(number), db=databases.log), number)
 
         tail = known.up_to(head, read)
@@ -171,13 +168,20 @@ class IndexCache:
         self, txn: Transaction, databases: IndexDatabases, head: Head, index: int
     ) -> Shard:
         start, version = head.starts[index], head.versions[index]
-        for shard in self._written.shards:
-            if shard.version == version:
-                break
-        else:
+        shard = self._written.shards.get(start)
+        if shard is None or shard.version != version:
             shard = unpack_shard(txn.get(shard_key(start), db=databases.shards), head, index)
         self._keep(start, shard)
         return shard
+
+    def _keep_written(self, head: Head) -> None:
+        """Keep shards that a transaction wrote, now that it is committed."""
+        written = self._written.shards
+        if written:
+            versions = dict(zip(head.starts, head.versions, strict=True))
+            for start, shard in written.items():
+                if versions.get(start) == shard.version:
+                    self._keep(start, shard)
 
     def _keep(self, start: int, shard: Shard) -> None:
         with self._lock:

@@ -9,10 +9,10 @@ from tierstore.catalog.index.cache import IndexCache, IndexDatabases, Written
 from tierstore.catalog.index.entries import Flags, Indices, equal_rows, kept_rows
 from tierstore.catalog.index.hashes import Numbers
 from tierstore.catalog.index.head import HEAD_KEY, Head
-from tierstore.catalog.index.log_row import OpGroup, group_run, log_key, pack_log_row
+from tierstore.catalog.index.log_row import LogRow, OpGroup, group_run, log_key, pack_log_row
 from tierstore.catalog.index.merging import Merge
 from tierstore.catalog.index.run import Run
-from tierstore.catalog.index.tail import Tail
+from tierstore.catalog.index.tail import Tail, append_run, merged_run
 from tierstore.lmdb_env.library import Transaction
 
 __all__ = ["Index"]
@@ -39,8 +39,9 @@ class Index:
         self._groups: list[OpGroup] = []
         """What this transaction added and removed, and is not in the log."""
         self._hashes: list[Numbers] = []
-        self._own: Run | None = None
-        """The same to be searched; None: it has to be sorted yet."""
+        self._own: list[Run] = []
+        """The first `_sorted_count` groups of them, to be searched."""
+        self._sorted_count = 0
 
     @property
     def log_number(self) -> int:
@@ -106,9 +107,13 @@ class Index:
         if not self._groups:
             return
         head, tail = self._read()
-        own = self._own_run(head)
-        value, version = pack_log_row(head.next_number, self._groups, np.concatenate(self._hashes))
-        merge = Merge(self._txn, self._databases, self._cache, head, (*tail.runs, own))
+        own = self._own_runs(head)
+        value, version = pack_log_row(
+            head.next_number, head.log_version, self._groups, np.concatenate(self._hashes)
+        )
+        runs = (*tail.runs, *own)
+        op_count = sum(map(len, self._hashes))
+        merge = Merge(self._txn, self._databases, self._cache, head, runs, op_count=op_count)
         former, head = head, merge.run()
         head.log_version = version
         head.next_number += 1
@@ -118,9 +123,10 @@ class Index:
         for number in range(former.first_number, min(head.first_number, former.next_number)):
             self._txn.delete(log_key(number), db=self._databases.log)
         self._txn.put(HEAD_KEY, head.pack(), db=self._databases.shards)
-        self._cache.note_written(Written(version, own, tuple(merge.written)))
-        self._now = (head, tail.up_to(head, lambda _: own))
-        self._groups, self._hashes, self._own = [], [], None
+        row = LogRow(merged_run(own), former.log_version, version)
+        self._cache.note_written(Written(row, merge.written))
+        self._now = (head, tail.up_to(head, lambda _: row))
+        self._groups, self._hashes, self._own, self._sorted_count = [], [], [], 0
 
     def _read(self) -> tuple[Head, Tail]:
         if self._now is None:
@@ -132,11 +138,14 @@ class Index:
         if len(keys):
             self._groups.append((cluster, len(keys), is_added))
             self._hashes.append(self._cache.hashing(keys))
-            self._own = None
 
-    def _own_run(self, head: Head) -> Run:
-        if self._own is None:
-            self._own = group_run(head.next_number, self._groups, np.concatenate(self._hashes))
+    def _own_runs(self, head: Head) -> list[Run]:
+        """Return what this transaction did: of what was sorted before, little is sorted again."""
+        count = self._sorted_count
+        if count < len(self._groups):
+            hashes = np.concatenate(self._hashes[count:])
+            append_run(self._own, group_run(head.next_number, self._groups[count:], hashes))
+            self._sorted_count = len(self._groups)
         return self._own
 
     def _sorted_hashes(self, keys: Sequence[bytes]) -> tuple[Indices, Numbers]:
@@ -167,7 +176,7 @@ class Index:
 
     def _search_log(self, head: Head, tail: Tail, hashes: Numbers, after: Numbers) -> _Found:
         """Return what happened to each of the sorted `hashes` after a row of its own."""
-        own = (self._own_run(head),) if self._groups else ()
+        own = self._own_runs(head)
         last = head.next_number if own else head.last_number
         found: _Found = []
         for run in (*tail.runs, *own):

@@ -34,17 +34,20 @@ class Merge:
         cache: IndexCache,
         head: Head,
         runs: Sequence[Run],
+        *,
+        op_count: int,
     ) -> None:
-        """`head` is as it was before; `runs` are the log, those of the transaction the last."""
+        """`head` is as it was before; `runs` are the log, with `op_count` ops of our own."""
         self._txn = txn
         self._databases = databases
         self._cache = cache
         self._head = head.with_shards(head.shards)
         self._runs = runs
+        self._op_count = op_count
         self._number = head.next_number
         self._rows: list[_Row] = []
-        self.written: list[Shard] = []
-        """The new versions of shards."""
+        self.written: dict[int, Shard] = {}
+        """The new versions of shards, by start."""
 
     def run(self) -> Head:
         """Merge the shards whose turn it is; return the head that names them, and no new row.
@@ -54,7 +57,7 @@ class Merge:
         """
         head, bounds = self._head, self._cache.bounds
         replaced: set[int] = set()
-        for index in choose_shards(head, len(self._runs[-1].hashes), bounds):
+        for index in choose_shards(head, self._op_count, bounds):
             if index not in replaced:
                 group = self._joined(index)
                 replaced.update(group)
@@ -82,7 +85,7 @@ class Merge:
             if len(piece[1]):
                 value, version = pack_shard(self._number, *piece)
                 self._txn.put(shard_key(piece[0]), value, db=self._databases.shards)
-                self.written.append(Shard(version, *piece[1:]))
+                self.written[piece[0]] = Shard(version, *piece[1:])
                 gone.discard(piece[0])
             self._rows.append((piece[0], len(piece[1]), self._number, version))
         for start in gone:

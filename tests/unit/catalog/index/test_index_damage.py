@@ -92,9 +92,17 @@ def test_a_head_that_contradicts_itself_is_told(lab, at, layout, value) -> None:
 
 def test_a_row_of_the_log_with_impossible_counts_is_told(lab) -> None:
     key, value = max(rows_of(lab, lab.log).items())
-    for at, number in ((8, 1 << 31), (12, 1 << 31), (16 + 8, (1 << 32) - 1), (16 + 12, 2)):
+    for at, number in ((16, 1 << 31), (20, 1 << 31), (24 + 8, (1 << 32) - 1), (24 + 12, 2)):
         row = bytearray(value[:-8])
         struct.pack_into("<I", row, at, number)
+        assert_told(lab, lab.log, key, with_checksum(bytes(row)))
+
+
+def test_rows_of_the_log_that_do_not_follow_each_other_are_told(lab) -> None:
+    keys = sorted(rows_of(lab, lab.log))
+    for key in (keys[1], keys[-1]):
+        row = bytearray(rows_of(lab, lab.log)[key][:-8])
+        row[8] ^= 1
         assert_told(lab, lab.log, key, with_checksum(bytes(row)))
 
 

@@ -1,6 +1,7 @@
 """The index beside a model, in random transactions of several processes."""
 
 import random
+from contextlib import suppress
 
 import pytest
 from index_lab import IndexLab, colliding_hashes, key_of
@@ -158,4 +159,24 @@ def test_it_grows_to_a_million_records_and_shrinks_to_nothing(tmp_path) -> None:
         lab.change([(1, KEYS[:500], False)])
     assert lab.row_counts()[0] < 32
     assert lab.check() == []
+    lab.close()
+
+
+@pytest.mark.parametrize("later_count", [1, 2, 3])
+def test_what_a_transaction_read_of_itself_is_forgotten_when_it_aborts(
+    tmp_path, later_count
+) -> None:
+    """Another index of the same transaction reads what the first one wrote."""
+    lab = IndexLab(tmp_path, cache_count=2)
+    lab.change([(1, KEYS[:8], True)])
+    with suppress(ZeroDivisionError), lab.env.write() as txn:
+        first = lab.index_of(txn, lab.caches[0])
+        first.add(2, KEYS[10:20])
+        first.flush()
+        assert lab.index_of(txn, lab.caches[0]).find(KEYS[10:20]) == [(2,)] * 10
+        _ = 1 // 0
+    for number in range(later_count):
+        lab.change([(3 + number, KEYS[10 + number : 15 + number], True)], 1)
+    with lab.read() as index:
+        lab.assert_finds(index, lab.living, KEYS[:30])
     lab.close()
