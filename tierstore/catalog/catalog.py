@@ -13,6 +13,8 @@ from tierstore.backend.inventory import stored_segments
 from tierstore.catalog.check import check_catalog, numbers_in_range
 from tierstore.catalog.entry import Entry
 from tierstore.catalog.garbage import Floors
+from tierstore.catalog.index.cache import IndexCache
+from tierstore.catalog.index.index import Index
 from tierstore.catalog.owners import is_owner_dead
 from tierstore.catalog.pages.budget import Budget, read_owners
 from tierstore.catalog.pages.cluster_row import ClusterRow
@@ -60,6 +62,8 @@ class Catalog:
         self._size = FileSize(entry.env, entry.databases)
         self._active: int | None = None
         self._last: LastWrite | None = None
+        self._cache = IndexCache()
+        """Of all threads: it is known by checksums what a snapshot is to see."""
 
     @classmethod
     def open(
@@ -124,7 +128,7 @@ class Catalog:
     def locate(
         self,
         keys: Sequence[OffloadKey],
-        passing: Callable[[Iterable[OffloadKey]], Iterable[OffloadKey]] = iter,
+        passing: Callable[[Iterable[bytes]], Iterable[bytes]] = iter,
     ) -> list[Place | None]:
         """Return the place of each recorded key; one read transaction.
 
@@ -132,7 +136,7 @@ class Catalog:
 
         Raises:
             BackendError: the catalog cannot be read.
-            CatalogDamagedError: a place cannot be.
+            CatalogError: the index is damaged. A damaged cluster hides its own records alone.
         """
         clusters: dict[int, ClusterRow | None] = {}
 
@@ -145,23 +149,19 @@ class Catalog:
                 return None
             return row
 
-        try:
-            with self._env.read() as txn:
-                records = Records(txn, self._databases, Floors(txn, self._databases), row_of)
-                spots = records.find(passing(keys))
-        except BackendCorruptError as error:
-            self._env.distrust(str(error))
-            raise
         places: list[Place | None] = []
-        header_pages = self.geometry.header_pages
-        with numbers_in_range():
+        with self._distrusting():
+            with self._env.read() as txn:
+                index = Index(txn, self._databases, self._cache)
+                records = Records(index, Floors(txn, self._databases), row_of)
+                spots = records.find(keys, passing)
             for cluster, run in groupby(spots, _cluster_of):
                 row = None if cluster is None else clusters[cluster]
                 if cluster is None or row is None:
                     places += [None] * len(list(run))
                 else:
                     indices = [spot[1] for spot in run if spot is not None]
-                    places += row.places(cluster, indices, header_pages)
+                    places += row.places(cluster, indices, self.geometry.header_pages)
         return places
 
     @contextmanager
@@ -189,7 +189,9 @@ class Catalog:
                 active=self._active,
                 last=last,
             )
-            work = CatalogTxn(txn, self._databases, self.geometry, space, pins=pins, last=last)
+            work = CatalogTxn(
+                txn, self._databases, self.geometry, space, pins=pins, cache=self._cache, last=last
+            )
             yield work
             last = work.flush()
         self._last = last

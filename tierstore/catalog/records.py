@@ -4,78 +4,79 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 
 from tierstore.catalog.garbage import Floors
+from tierstore.catalog.index.index import Index
 from tierstore.catalog.pages.cluster_row import ClusterRow, indices_of
 from tierstore.catalog.pages.order import Spot
-from tierstore.catalog.rows import Databases, wide_key
 from tierstore.key import NAMESPACE_BYTES
-from tierstore.lmdb_env.library import Transaction
 
 __all__ = ["Records"]
 
+_KEYS_AT_ONCE = 512
+"""Keys that are looked for in the index before the caller hears of them."""
+
 
 class Records:
-    """The `records` database within one transaction.
+    """Records within one transaction.
 
-    A row only says where to look. A record lives if its cluster says so, and no floor hides it.
+    The index only says where to look. A record lives if its cluster says so, and no floor hides it.
     """
 
     def __init__(
-        self,
-        txn: Transaction,
-        databases: Databases,
-        floors: Floors,
-        row_of: Callable[[int], ClusterRow | None],
+        self, index: Index, floors: Floors, row_of: Callable[[int], ClusterRow | None]
     ) -> None:
         """`row_of` returns the row of a cluster; None: there is none."""
-        self._txn = txn
-        self._database = databases.records
+        self._index = index
         self._floors = floors
         self._row_of = row_of
 
-    def find(self, keys: Iterable[bytes]) -> list[Spot | None]:
+    @property
+    def log_number(self) -> int:
+        """What tells later, in `add`, which records came since."""
+        return self._index.log_number
+
+    def find(
+        self,
+        keys: Sequence[bytes],
+        passing: Callable[[Iterable[bytes]], Iterable[bytes]] = iter,
+    ) -> list[Spot | None]:
         """Return where the living record of each key is; None: there is none.
 
-        A cluster answers for all keys that it names, so that a request costs one look per cluster.
+        `passing` hears how far this has come.
         """
         found: list[Spot | None] = []
         named: dict[bytes, Spot] = {}
         looked_at: set[int] = set()
-        for key in keys:
-            spot = named.get(key)
-            if spot is None:
-                value = self._txn.get(key, db=self._database)
-                if value is not None:
-                    cluster = int.from_bytes(value, "big")
+        for first in range(0, len(keys), _KEYS_AT_ONCE):
+            part = keys[first : first + _KEYS_AT_ONCE]
+            candidates = self._index.find(part)
+            for key, clusters in zip(passing(part), candidates, strict=True):
+                for cluster in clusters:
                     if cluster not in looked_at:
                         looked_at.add(cluster)
                         named.update(self._living(cluster))
-                        spot = named.get(key)
-            found.append(spot)
+                found.append(named.get(key) if clusters else None)
         return found
 
-    def add(self, cluster: int, keys: Sequence[bytes]) -> list[bytes]:
-        """Enter keys of a cluster; return those that have a living record elsewhere."""
-        value = wide_key(cluster)
-        # In the order of the keys: a page of rows is searched for and changed while it is at hand.
-        with self._txn.cursor(db=self._database) as cursor:
-            items = [(key, value) for key in sorted(keys)]
-            consumed_count, added_count = cursor.putmulti(items, overwrite=False)
-        if added_count == consumed_count:
-            return []
-        taken = []
-        for key, spot in zip(keys, self.find(keys), strict=True):
-            if spot is not None and spot[0] != cluster:
-                taken.append(key)
-            else:
-                self._txn.put(key, value, db=self._database)
+    def add(self, cluster: int, keys: Sequence[bytes], since: int) -> set[bytes]:
+        """Enter keys of a new cluster; return those that have a living record elsewhere.
+
+        None of them had one when the log number was `since`.
+        """
+        candidates = self._index.added_since(since, keys)
+        if candidates is None:
+            candidates = self._index.find(keys)
+        suspects = [key for key, clusters in zip(keys, candidates, strict=True) if clusters]
+        taken = set()
+        if suspects:
+            spots = zip(suspects, self.find(suspects), strict=True)
+            taken = {key for key, spot in spots if spot is not None}
+            keys = [key for key in keys if key not in taken]
+        self._index.add(cluster, keys)
         return taken
 
     def remove(self, cluster: int, keys: Sequence[bytes]) -> None:
-        """Remove the rows of keys that name a cluster; a younger record may have others."""
-        value = wide_key(cluster)
-        for key in keys:
-            if self._txn.get(key, db=self._database) == value:
-                self._txn.delete(key, db=self._database)
+        """Forget that living records of a cluster have these keys."""
+        self._index.remove(cluster, keys)
 
     def _living(self, cluster: int) -> dict[bytes, Spot]:
         row = self._row_of(cluster)

@@ -6,9 +6,11 @@
     epochs      namespace (8)            -> owner (u32 LE): the one process that asks for it
     floors      namespace (8)            -> segment (u32 LE): its records in older ones are garbage
     owners      owner (u32 BE)           -> OwnerRow: a process that has the path open
-    records     key                      -> segment, header page (u32 BE each) of its cluster
     order       sequence (u64 BE)        -> segment, header page (u32 BE each); oldest first
     clusters    segment, header page (u32 BE each) -> ClusterRow; only those with a live record
+    shards      start (u16 BE)           -> hashes of keys, and their clusters: see `index`
+    shards      b"head"                  -> what is where in the index
+    log         number (u64 BE)          -> what one transaction has added to the index and removed
     segments    segment (u32 BE)         -> SegmentRow
     units       segment, unit (u32 BE each) -> pages (u32 LE) that were freed; less than all of them
     pending     id (u64 BE)              -> PendingRow: extents being written, pages being released
@@ -101,9 +103,10 @@ class Databases:
         self.epochs = env.database(b"epochs")
         self.floors = env.database(b"floors")
         self.owners = env.database(b"owners")
-        self.records = env.database(b"records")
         self.order = env.database(b"order")
         self.clusters = env.database(b"clusters")
+        self.shards = env.database(b"shards")
+        self.log = env.database(b"log")
         self.segments = env.database(b"segments")
         self.units = env.database(b"units")
         self.pending = env.database(b"pending")

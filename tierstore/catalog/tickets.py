@@ -23,6 +23,8 @@ class Ticket:
     clusters: tuple["TicketCluster", ...]
     """In the order of the keys."""
     pending_id: int
+    log_number: int
+    """Of the index when none of the keys had a record."""
 
     def places(self, header_pages: int) -> tuple[Place, ...]:
         """Return the place of each key."""

@@ -4,6 +4,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from tierstore.catalog.garbage import Floors, Sweep
+from tierstore.catalog.index.cache import IndexCache
+from tierstore.catalog.index.index import Index
 from tierstore.catalog.namespaces import Namespaces
 from tierstore.catalog.pages.cluster_row import ClusterRow, bits_of, indices_of, names_of
 from tierstore.catalog.pages.extents import adjacent
@@ -43,6 +45,7 @@ class CatalogTxn:
         space: Space,
         *,
         pins: Mapping[OffloadKey, int],
+        cache: IndexCache,
         last: LastWrite | None = None,
     ) -> None:
         """`last` has the rows that need not be read again."""
@@ -53,7 +56,8 @@ class CatalogTxn:
         self.space = space
         self.floors = Floors(txn, databases, None if last is None else last.floors)
         self.namespaces = Namespaces(txn, databases, space, self.floors)
-        self._records = Records(txn, databases, self.floors, space.clusters.find)
+        self._index = Index(txn, databases, cache)
+        self._records = Records(self._index, self.floors, space.clusters.find)
         self.evicted: list[OffloadKey] = []
         self.relied_on: set[int] = set()
         """Segments of the records that were found instead of being written."""
@@ -68,6 +72,7 @@ class CatalogTxn:
             The rows as they are then; None: they have to be read again.
         """
         self.freed = self.space.emit()
+        self._index.flush()
         self.space.flush()
         state = self.space.written_state
         # With the state as it was, perhaps nothing is written, and the number is used again.
@@ -111,7 +116,7 @@ class CatalogTxn:
         extents = self.space.allocate(namespace, len(keys), stride_pages)
         clusters = tuple(self._clusters_of(keys, extents, payload_bytes))
         pending_id = self.space.pending.add(PendingRow(self.space.owner, extents=extents))
-        return Ticket(tuple(keys), extents, clusters, pending_id)
+        return Ticket(tuple(keys), extents, clusters, pending_id, self._records.log_number)
 
     def commit(self, ticket: Ticket, failed: Collection[int]) -> bool:
         """Publish a ticket's records, except the failed ones and those that another process has.
@@ -273,7 +278,7 @@ class CatalogTxn:
         row = replace(part.row, groups={})
         keys = ticket.keys[part.first : part.first + row.record_count]
         good = [index for index in range(len(keys)) if index + part.first not in failed]
-        taken = set(self._records.add(part.cluster, [keys[index] for index in good]))
+        taken = self._records.add(part.cluster, [keys[index] for index in good], ticket.log_number)
         if taken:
             good = [index for index in good if keys[index] not in taken]
         bits = bits_of(good)

@@ -30,7 +30,7 @@ NEW = range(1000, 1016)
 MANIFEST = Manifest.simple("stored", chunk_bytes=4096)
 (KEY,) = make_offload_keys(MANIFEST.namespace, 0, spread_hashes([1]))
 DATABASES = [
-    "state", "namespaces", "epochs", "floors", "owners", "records", "order", "clusters",
+    "state", "namespaces", "epochs", "floors", "owners", "order", "clusters", "shards", "log",
     "segments", "pending",
 ]  # fmt: skip
 

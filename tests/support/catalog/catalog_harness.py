@@ -200,6 +200,13 @@ class Harness:
             if place == own
         ]
 
+    def name_count(self):
+        """Return how many keys clusters have of living records, garbage included."""
+        databases = self.catalog._databases
+        with self.catalog._env.read(databases.clusters) as txn:
+            rows = [ClusterRow.unpack(value) for _, value in txn.cursor()]
+        return sum(row.live_bits.bit_count() for row in rows)
+
     def row_count(self, database):
         """Return how many rows a database has, garbage included."""
         with self.catalog._env.read() as txn:

@@ -20,6 +20,8 @@ from format_tables import (
 )
 from xxhash import xxh3_64_intdigest
 
+from tierstore.catalog.index.head import SHARD_DTYPE
+from tierstore.catalog.index.log_row import GROUP_DTYPE
 from tierstore.catalog.pages.cluster_row import CLUSTER_RECORDS_MAX, ClusterRow, names_of
 from tierstore.catalog.rows import (
     CATALOG_VERSION,
@@ -52,6 +54,8 @@ ARRAYS = {
     "Record header": HEADER_DTYPE,
     "Extent being written": EXTENT_DTYPE,
     "Page run": RUN_DTYPE,
+    "Shard in the index head": SHARD_DTYPE,
+    "Log group": GROUP_DTYPE,
 }
 ROWS = {"State": StateRow, "Owner": OwnerRow, "Segment": SegmentRow}
 
