@@ -82,8 +82,8 @@ class FileSize:
         larger then, and a file never shrinks: only what is necessary may be written.
         """
         file_pages = self.file_pages()
-        # Early enough for the necessary writes, and for shards of the index that they write again, to
-        # fit into what is charged in any case.
+        # Early enough for the necessary writes to fit into what is charged in any case: they write
+        # shards of the index again.
         if file_pages <= max(self._needed_pages - 4 * GROWTH_PAGES, self._settled_pages):
             return False
         self._env.forget_dead_readers()
