@@ -6,21 +6,26 @@ in the calling thread, writes in whichever thread opens a `transaction`.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from typing import Self
 
 from tierstore.backend.inventory import stored_segments
 from tierstore.catalog.check import check_catalog, numbers_in_range
 from tierstore.catalog.entry import Entry
 from tierstore.catalog.garbage import Floors
+from tierstore.catalog.index.cache import IndexCache
+from tierstore.catalog.index.index import Index
 from tierstore.catalog.owners import is_owner_dead
-from tierstore.catalog.pages.budget import Budget
+from tierstore.catalog.pages.budget import Budget, read_owners
+from tierstore.catalog.pages.cluster_row import ClusterRow
 from tierstore.catalog.pages.file_size import FileSize
+from tierstore.catalog.pages.order import Spot
 from tierstore.catalog.pages.segments import is_in_use
 from tierstore.catalog.pages.space import Space
-from tierstore.catalog.pages.state import read_state
-from tierstore.catalog.rows import StateRow
+from tierstore.catalog.pages.state import LastWrite, read_state
+from tierstore.catalog.records import Records
+from tierstore.catalog.rows import StateRow, wide_key
 from tierstore.catalog.transaction import CatalogTxn
-from tierstore.codec.record import PLACE_BYTES
 from tierstore.config import SecondaryConfig
 from tierstore.device.system import SystemCalls
 from tierstore.errors import (
@@ -56,6 +61,9 @@ class Catalog:
         self._owner_lock = entry.owner_lock
         self._size = FileSize(entry.env, entry.databases)
         self._active: int | None = None
+        self._last: LastWrite | None = None
+        self._cache = IndexCache()
+        """Of all threads: it is known by checksums what a snapshot is to see."""
 
     @classmethod
     def open(
@@ -120,7 +128,7 @@ class Catalog:
     def locate(
         self,
         keys: Sequence[OffloadKey],
-        passing: Callable[[Iterable[OffloadKey]], Iterable[OffloadKey]] = iter,
+        passing: Callable[[Iterable[bytes]], Iterable[bytes]] = iter,
     ) -> list[Place | None]:
         """Return the place of each recorded key; one read transaction.
 
@@ -128,20 +136,33 @@ class Catalog:
 
         Raises:
             BackendError: the catalog cannot be read.
+            CatalogError: the index is damaged. A damaged cluster hides its own records alone.
         """
-        try:
-            with self._env.read(self._databases.records) as txn:
-                floors = Floors(txn, self._databases)
-                values = list(map(txn.get, passing(keys)))
-        except BackendCorruptError as error:
-            self._env.distrust(str(error))
-            raise
-        if floors:
-            return [
-                None if value is None or floors.hide(key, value) else Place(value[:PLACE_BYTES])
-                for key, value in zip(keys, values, strict=True)
-            ]
-        return [None if value is None else Place(value[:PLACE_BYTES]) for value in values]
+        clusters: dict[int, ClusterRow | None] = {}
+
+        def row_of(cluster: int) -> ClusterRow | None:
+            value = txn.get(wide_key(cluster), db=self._databases.clusters)
+            try:
+                clusters[cluster] = row = None if value is None else ClusterRow.unpack(value)
+            except CatalogDamagedError as error:
+                self._env.distrust(str(error))
+                return None
+            return row
+
+        places: list[Place | None] = []
+        with self._distrusting():
+            with self._env.read() as txn:
+                index = Index(txn, self._databases, self._cache)
+                records = Records(index, Floors(txn, self._databases), row_of)
+                spots = records.find(keys, passing)
+            for cluster, run in groupby(spots, _cluster_of):
+                row = None if cluster is None else clusters[cluster]
+                if cluster is None or row is None:
+                    places += [None] * len(list(run))
+                else:
+                    indices = [spot[1] for spot in run if spot is not None]
+                    places += row.places(cluster, indices, self.geometry.header_pages)
+        return places
 
     @contextmanager
     def transaction(self, pins: Mapping[OffloadKey, int] = _NO_PINS) -> Iterator[CatalogTxn]:
@@ -155,21 +176,27 @@ class Catalog:
             BackendError: the catalog failed; nothing was changed.
             CatalogError: a row is damaged; nothing was changed.
         """
+        last, self._last = self._last, None
         with self._distrusting(), self._env.write() as txn:
+            if last is not None and not last.is_last_before(txn):
+                last = None
             space = Space(
                 txn,
                 self._databases,
                 self.geometry,
-                size=self._size.recount(txn),
+                size=self._size,
                 owner=self.owner,
                 active=self._active,
+                last=last,
             )
-            work = CatalogTxn(txn, self._databases, self.geometry, space, pins)
+            work = CatalogTxn(
+                txn, self._databases, self.geometry, space, pins=pins, cache=self._cache, last=last
+            )
             yield work
-            work.freed = space.emit()
-            space.flush()
+            last = work.flush()
+        self._last = last
         self._active = space.active
-        self._size.note_needed(space.budget.needed_pages)
+        self._size.note(space.budget)
 
     def is_outgrowing(self) -> bool:
         """Return whether only what is necessary may be written; see `FileSize.is_outgrowing`."""
@@ -243,4 +270,9 @@ class Catalog:
 
     def _measure(self, txn: Transaction, state: StateRow) -> Budget:
         size = self._size.count(txn)
-        return Budget.measure(txn, self._databases, self.geometry, state, size=size)
+        owners = read_owners(txn, self._databases)
+        return Budget.measure(self.geometry, state, owners, size=size)
+
+
+def _cluster_of(spot: Spot | None) -> int | None:
+    return None if spot is None else spot[0]

@@ -29,6 +29,8 @@ class Namespaces:
         self._databases = databases
         self._space = space
         self._floors = floors
+        self.has_other_owners = False
+        """Whether rows of owners were changed."""
 
     def begin_epoch(self, namespace: Namespace, manifest_json: bytes) -> None:
         """Enter a namespace that only this owner asks for, from now on."""
@@ -77,6 +79,7 @@ class Namespaces:
     def leave(self, owner: int) -> None:
         """Remove the row of an owner, and with it the capacity that it was promised."""
         self._txn.delete(segment_key(owner), db=self._databases.owners)
+        self.has_other_owners = True
 
     def leave_dead(self, is_dead: Callable[[int], bool]) -> None:
         """Remove the rows of dead owners."""
@@ -87,3 +90,4 @@ class Namespaces:
     def _enter(self, owner: int, row: OwnerRow) -> None:
         assert len(row.namespace) == NAMESPACE_BYTES, f"no namespace: {row.namespace!r}"
         self._txn.put(segment_key(owner), row.pack(), db=self._databases.owners)
+        self.has_other_owners = True

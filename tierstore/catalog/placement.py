@@ -21,7 +21,7 @@ from tierstore.catalog.transaction import CatalogTxn
 from tierstore.clock import Clock
 from tierstore.key import NAMESPACE_BYTES, Namespace, OffloadKey
 from tierstore.tier_events import Freed, Placed, Refused, SecondaryEvent
-from tierstore.transfer import FailureReason, Place
+from tierstore.transfer import FailureReason
 
 __all__ = ["Placement", "Round"]
 
@@ -176,7 +176,7 @@ class Placement:
             return True
         ticket = run.opened[request.ticket] = work.reserve(keys, request.payload_bytes)
         run.fresh.update(keys)
-        places = tuple(map(Place, ticket.places()))
+        places = ticket.places(self._catalog.geometry.header_pages)
         run.events.append(Placed(request.ticket, ticket.keys, places))
         return True
 

@@ -6,9 +6,11 @@
     epochs      namespace (8)            -> owner (u32 LE): the one process that asks for it
     floors      namespace (8)            -> segment (u32 LE): its records in older ones are garbage
     owners      owner (u32 BE)           -> OwnerRow: a process that has the path open
-    records     key                      -> PLACE_DTYPE
     order       sequence (u64 BE)        -> segment, header page (u32 BE each); oldest first
-    extents     segment, header page (u32 BE each) -> ExtentRow; only extents with a live record
+    clusters    segment, header page (u32 BE each) -> ClusterRow; only those with a live record
+    shards      start (u16 BE)           -> hashes of keys, and their clusters: see `index`
+    shards      b"head"                  -> what is where in the index
+    log         number (u64 BE)          -> what one transaction has added to the index and removed
     segments    segment (u32 BE)         -> SegmentRow
     units       segment, unit (u32 BE each) -> pages (u32 LE) that were freed; less than all of them
     pending     id (u64 BE)              -> PendingRow: extents being written, pages being released
@@ -28,7 +30,6 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
-from tierstore.codec.record import PLACE_BYTES, PLACE_DTYPE
 from tierstore.errors import CatalogDamagedError
 from tierstore.lmdb_env.env import LmdbEnv
 from tierstore.lmdb_env.library import Database
@@ -44,16 +45,14 @@ __all__ = [
     "SegmentRow",
     "SegmentState",
     "StateRow",
-    "decode_records",
     "extent_key",
     "number_value",
     "parse_number",
     "segment_key",
-    "split",
     "wide_key",
 ]
 
-CATALOG_VERSION = 3
+CATALOG_VERSION = 4
 """Version of these rows; a catalog of another one is refused by name."""
 
 RowArray = npt.NDArray[np.void]
@@ -70,7 +69,8 @@ segment_key = struct.Struct(">I").pack
 number_value = struct.Struct("<I").pack
 """Of `epochs`, `floors` and `units`."""
 wide_key = struct.Struct(">Q").pack
-"""Of `order` and `pending`; of `extents`, and values of `order`, with both numbers in one."""
+"""Of `order` and `pending`; of `clusters` and `units`, and where a cluster is named, with both
+numbers in one."""
 
 
 def parse_number(value: bytes) -> int:
@@ -81,23 +81,6 @@ def parse_number(value: bytes) -> int:
 def extent_key(segment: int, header_page: int) -> int:
     """Return both as the one number that `wide_key` packs."""
     return segment << 32 | header_page
-
-
-def split(rows: bytes, width: int) -> list[bytes]:
-    """Cut equally wide rows apart."""
-    return [rows[start : start + width] for start in range(0, len(rows), width)]
-
-
-def decode_records(values: list[bytes]) -> RowArray:
-    """Return the values of `records` as one writable array of `PLACE_DTYPE`.
-
-    Raises:
-        CatalogDamagedError: a value does not have the length of a row.
-    """
-    rows = bytearray().join(values)
-    if len(rows) != len(values) * PLACE_BYTES:
-        raise CatalogDamagedError("a record row is damaged")
-    return np.frombuffer(rows, dtype=PLACE_DTYPE)
 
 
 class Databases:
@@ -120,9 +103,10 @@ class Databases:
         self.epochs = env.database(b"epochs")
         self.floors = env.database(b"floors")
         self.owners = env.database(b"owners")
-        self.records = env.database(b"records")
         self.order = env.database(b"order")
-        self.extents = env.database(b"extents")
+        self.clusters = env.database(b"clusters")
+        self.shards = env.database(b"shards")
+        self.log = env.database(b"log")
         self.segments = env.database(b"segments")
         self.units = env.database(b"units")
         self.pending = env.database(b"pending")

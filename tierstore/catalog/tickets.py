@@ -4,13 +4,13 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from tierstore.catalog.rows import RowArray, extent_key, split
-from tierstore.codec.record import PLACE_BYTES
+from tierstore.catalog.pages.cluster_row import ClusterRow
+from tierstore.catalog.rows import RowArray
 from tierstore.key import OffloadKey
 from tierstore.tier_events import Committed
-from tierstore.transfer import FailureReason
+from tierstore.transfer import FailureReason, Place
 
-__all__ = ["Ticket", "TicketExtent", "Tickets"]
+__all__ = ["Ticket", "TicketCluster", "Tickets"]
 
 
 @dataclass(slots=True)
@@ -18,37 +18,31 @@ class Ticket:
     """Places that were reserved and not yet committed, in the process that reserved them."""
 
     keys: tuple[OffloadKey, ...]
-    payload_bytes: int
-    """Of each record."""
-    records: RowArray
-    """The place of each key, `PLACE_DTYPE`."""
     extents: RowArray
     """`EXTENT_DTYPE`, in the order of the keys."""
+    clusters: tuple["TicketCluster", ...]
+    """In the order of the keys."""
     pending_id: int
+    log_number: int
+    """Of the index when none of the keys had a record."""
 
-    def places(self) -> list[bytes]:
+    def places(self, header_pages: int) -> tuple[Place, ...]:
         """Return the place of each key."""
-        return split(self.records.tobytes(), PLACE_BYTES)
-
-    def laid_out(self) -> list["TicketExtent"]:
-        """Return which records lie in each extent."""
-        parts = []
-        first = 0
-        for segment, header_page, stride_pages, count in self.extents.tolist():
-            extent = extent_key(segment, header_page)
-            parts.append(TicketExtent(extent, stride_pages, first, first + count))
-            first += count
-        return parts
+        return tuple(
+            place
+            for part in self.clusters
+            for place in part.row.places(part.cluster, range(part.row.record_count), header_pages)
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class TicketExtent:
-    """One extent of a ticket; its records are those of the keys `[first, end)`."""
+class TicketCluster:
+    """One cluster of a ticket; its records are those of the keys from `first` on."""
 
-    extent: int
-    stride_pages: int
+    cluster: int
     first: int
-    end: int
+    row: ClusterRow
+    """As it will be, without a group: each transaction has to make a copy of its own."""
 
 
 class Tickets:

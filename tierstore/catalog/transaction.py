@@ -1,27 +1,27 @@
 """What one write transaction of the catalog can do; nothing outside changes before it commits."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
+from dataclasses import replace
 
-import numpy as np
-
-from tierstore.catalog.garbage import Floors, Sweep, drop_garbage
+from tierstore.catalog.garbage import Floors, Sweep
+from tierstore.catalog.index.cache import IndexCache
+from tierstore.catalog.index.index import Index
 from tierstore.catalog.namespaces import Namespaces
-from tierstore.catalog.pages.extent_row import ExtentRow, bits_of
-from tierstore.catalog.pages.order import Victims, extent_keys
+from tierstore.catalog.pages.cluster_row import ClusterRow, bits_of, indices_of, names_of
+from tierstore.catalog.pages.extents import adjacent
+from tierstore.catalog.pages.order import Spot, Victims
 from tierstore.catalog.pages.space import Space
+from tierstore.catalog.pages.state import LastWrite
 from tierstore.catalog.pages.unreferenced import release_unreferenced
+from tierstore.catalog.records import Records
 from tierstore.catalog.rows import (
     Databases,
     PendingRow,
     RowArray,
     SegmentState,
-    decode_records,
-    split,
+    extent_key,
 )
-from tierstore.catalog.tickets import Ticket, TicketExtent
-from tierstore.codec.record import EXTENT_RECORDS_MAX, PLACE_BYTES, PLACE_DTYPE
-from tierstore.errors import CatalogDamagedError
+from tierstore.catalog.tickets import Ticket, TicketCluster
 from tierstore.geometry import SpaceGeometry
 from tierstore.key import NAMESPACE_BYTES, OffloadKey
 from tierstore.lmdb_env.library import Transaction
@@ -33,8 +33,6 @@ _EVICT_COUNT_MAX = 512
 """Records that one transaction evicts at most, so that other processes get their turn, and what a
 transaction needs of the map is bounded."""
 
-_INDICES = np.arange(EXTENT_RECORDS_MAX, dtype="<u4")
-
 
 class CatalogTxn:
     """Operations on records and their order; the pages below them are `space`'s."""
@@ -45,21 +43,48 @@ class CatalogTxn:
         databases: Databases,
         geometry: SpaceGeometry,
         space: Space,
+        *,
         pins: Mapping[OffloadKey, int],
+        cache: IndexCache,
+        last: LastWrite | None = None,
     ) -> None:
+        """`last` has the rows that need not be read again."""
         self._txn = txn
         self._databases = databases
         self._geometry = geometry
         self._pins = pins
         self.space = space
-        self.floors = Floors(txn, databases)
+        self.floors = Floors(txn, databases, None if last is None else last.floors)
         self.namespaces = Namespaces(txn, databases, space, self.floors)
+        self._index = Index(txn, databases, cache)
+        self._records = Records(self._index, self.floors, space.clusters.find)
         self.evicted: list[OffloadKey] = []
         self.relied_on: set[int] = set()
         """Segments of the records that were found instead of being written."""
         self.freed: tuple[int, PendingRow] | None = None
         """The release, by id, of what this transaction freed; None: nothing, or it goes on."""
         self._dropped_count = 0
+
+    def flush(self) -> LastWrite | None:
+        """Write all that has changed into the transaction.
+
+        Returns:
+            The rows as they are then; None: they have to be read again.
+        """
+        self.freed = self.space.emit()
+        self._index.flush()
+        self.space.flush()
+        state = self.space.written_state
+        # With the state as it was, perhaps nothing is written, and the number is used again.
+        if state is None or self.namespaces.has_other_owners:
+            return None
+        return LastWrite(
+            int(self._txn.id()),
+            state,
+            self.space.owners,
+            {bytes(namespace): floor for namespace, floor in self.floors.all().items()},
+            self.space.segments.stored,
+        )
 
     def events(self, adopted: Iterable[tuple[int, PendingRow]] = ()) -> list[SecondaryEvent]:
         """Return what this transaction evicted, and what has to be given back when it is over."""
@@ -76,8 +101,12 @@ class CatalogTxn:
 
     def recorded(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Return the keys that have a record, in order, each once."""
-        found, records = self._find(list(dict.fromkeys(keys)))
-        self.relied_on.update(records["segment"].tolist())
+        unique = list(dict.fromkeys(keys))
+        found = []
+        for key, spot in zip(unique, self._records.find(unique), strict=True):
+            if spot is not None:
+                found.append(key)
+                self.relied_on.add(spot[0] >> 32)
         return found
 
     def reserve(self, keys: Sequence[OffloadKey], payload_bytes: int) -> Ticket:
@@ -85,20 +114,9 @@ class CatalogTxn:
         namespace = keys[0][:NAMESPACE_BYTES]
         stride_pages = self._geometry.stride_pages(payload_bytes)
         extents = self.space.allocate(namespace, len(keys), stride_pages)
-        places = np.empty(len(keys), PLACE_DTYPE)
-        first = 0
-        for extent, file_pages in zip(extents.tolist(), self._file_pages(extents), strict=True):
-            segment, header_page, _, count = extent
-            part = places[first : first + count]
-            part["segment"] = segment
-            part["header_page"] = header_page
-            part["index"] = _INDICES[:count]
-            part["segment_pages"] = file_pages
-            first += count
-        places["stride_pages"] = stride_pages
-        places["payload_bytes"] = payload_bytes
+        clusters = tuple(self._clusters_of(keys, extents, payload_bytes))
         pending_id = self.space.pending.add(PendingRow(self.space.owner, extents=extents))
-        return Ticket(tuple(keys), payload_bytes, places, extents, pending_id)
+        return Ticket(tuple(keys), extents, clusters, pending_id, self._records.log_number)
 
     def commit(self, ticket: Ticket, failed: Collection[int]) -> bool:
         """Publish a ticket's records, except the failed ones and those that another process has.
@@ -108,19 +126,10 @@ class CatalogTxn:
         """
         if not self.space.pending.remove(ticket.pending_id):
             return False
-        living = set(extent_keys(self.space.end_writing(ticket.extents)).tolist())
-        good = [True] * len(ticket.keys)
-        for index in failed:
-            if index < len(good):
-                good[index] = False
-        extents = ticket.laid_out()
-        written = [part for part in extents if part.extent in living]
-        if len(written) < len(extents):
-            kept = [i for part in written for i in range(part.first, part.end) if good[i]]
-        else:
-            kept = [index for index, is_good in enumerate(good) if is_good]
-        kept = self._put_records(ticket, kept)
-        self._enter(ticket, written, kept)
+        living = set(self.space.end_writing(ticket.extents)["segment"].tolist())
+        for part in reversed(ticket.clusters):
+            if part.cluster >> 32 in living:
+                self._publish(ticket, part, failed)
         return True
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
@@ -129,36 +138,24 @@ class CatalogTxn:
         Except records that leave in the order in which they were written.
         """
         ordered = list(dict.fromkeys(reversed(keys)))[::-1]
-        found, places = self._find(ordered)
-        if found and self._geometry.unit_pages != 1:
+        spots = [spot for spot in self._records.find(ordered) if spot is not None]
+        if self._geometry.unit_pages != 1:
             # Records that share a unit of the file system leave together. By LRU, units would stay
             # half empty, and charged.
-            strides = places["stride_pages"].tolist()
-            moving = [i for i, pages in enumerate(strides) if not self._geometry.keeps_order(pages)]
-            places = places[moving]
-        if len(places):
-            self.space.order.touch(places)
+            row_of, keeps_order = self.space.clusters.row, self._geometry.keeps_order
+            spots = [spot for spot in spots if not keeps_order(row_of(spot[0]).stride_pages)]
+        self.space.order.touch(spots)
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
         """Forget records and free their places; unknown keys are skipped."""
-        found, places = self._find(sorted(set(keys)))
-        if found:
-            for _ in map(partial(self._txn.delete, db=self._databases.records), found):
-                pass
-            self._free(places, self.space.order.remove(places))
+        spots = self._records.find(keys)
+        self._remove({spot for spot in spots if spot is not None})
 
     def remove_before(self, keys: Sequence[OffloadKey], ends: Mapping[int, int]) -> None:
         """Forget those of the records that lie before these pages, by segment."""
-        found, records = self._find(list(dict.fromkeys(keys)))
-        segments = records["segment"].tolist()
-        pages = records["header_page"].tolist()
-        self.remove(
-            [
-                key
-                for key, segment, page in zip(found, segments, pages, strict=True)
-                if page < ends.get(segment, 0)
-            ]
-        )
+        spots = {spot for spot in self._records.find(keys) if spot is not None}
+        # A cluster is given out at once: none has pages on both sides.
+        self._remove(s for s in spots if s[0] & 0xFFFFFFFF < ends.get(s[0] >> 32, 0))
 
     def evict(self, page_count: int, record_count: int = 1) -> int:
         """Evict the oldest unpinned records until both counts are reached; return how many went.
@@ -166,24 +163,18 @@ class CatalogTxn:
         `page_count` is of one rank. At most `_EVICT_COUNT_MAX` records per transaction. Garbage on
         the way goes, too, and frees nothing: a caller that needs pages asks again.
         """
-        victims = self._oldest(page_count, record_count)
-        garbage, living, emptied = 0, [], []
-        for group in victims:
-            is_emptied = self.space.order.take_out(group.extent, bits_of(group.indices))
-            if self.floors and self.floors.hides(group.keys[0], group.extent >> 32):
-                garbage += len(group.keys)
-                drop_garbage(self._txn, self._databases, group)
+        count = 0
+        for group in self._oldest(page_count, record_count):
+            count += len(group.keys)
+            bits = bits_of(group.indices)
+            if self.floors and self.floors.hides(group.keys[0], group.cluster >> 32):
+                self.space.order.take_out(group.cluster, bits)
+                self._records.remove(group.cluster, group.keys)
                 continue
-            living.append(group)
-            if is_emptied:
-                emptied.append(group.extent)
-        keys = [key for group in living for key in group.keys]
-        count = garbage + len(keys)
+            self._take_out(group.cluster, bits, group.keys)
+            self.evicted.extend(map(OffloadKey, group.keys))
+            self.space.state.evicted_count += len(group.keys)
         self._dropped_count += count
-        if keys:
-            self._free(self._pop_records(living), emptied)
-            self.evicted.extend(map(OffloadKey, keys))
-            self.space.state.evicted_count += len(keys)
         return count
 
     def _oldest(self, page_count: int, record_count: int) -> list[Victims]:
@@ -191,8 +182,9 @@ class CatalogTxn:
         found: list[Victims] = []
         pages = count = 0
         budget = _EVICT_COUNT_MAX - self._dropped_count
-        for row, group in self.space.order.oldest(self._pins):
-            pages_short = -(-(page_count - pages) // max(1, row.stride_pages))
+        for group in self.space.order.oldest(self._pins):
+            stride_pages = group.row.stride_pages
+            pages_short = -(-(page_count - pages) // stride_pages)
             wanted = min(budget - count, max(pages_short, record_count - count))
             if wanted <= 0:
                 break
@@ -202,31 +194,8 @@ class CatalogTxn:
             del group.keys[wanted:]
             found.append(group)
             count += len(group.keys)
-            pages += len(group.keys) * row.stride_pages
+            pages += len(group.keys) * stride_pages
         return found
-
-    def _pop_records(self, victims: Sequence[Victims]) -> RowArray:
-        """Remove the rows of records; return their places.
-
-        Raises:
-            CatalogDamagedError: a record is missing, or lies elsewhere.
-        """
-        keys = [key for group in victims for key in group.keys]
-        # In the order of the keys: a page of rows is searched for and changed while it is at hand.
-        turns = sorted(range(len(keys)), key=keys.__getitem__)
-        pop = partial(self._txn.pop, db=self._databases.records)
-        values = list(map(pop, [keys[turn] for turn in turns]))
-        if None in values:
-            raise CatalogDamagedError("the order names a key without a record")
-        places = decode_records(values)  # type: ignore[arg-type]
-        counts = [len(group.keys) for group in victims]
-        extents = np.repeat(np.array([group.extent for group in victims], np.uint64), counts)
-        indices = np.array([index for group in victims for index in group.indices])
-        if (extent_keys(places) != extents[turns]).any() or (
-            places["index"] != indices[turns]
-        ).any():
-            raise CatalogDamagedError("a record lies elsewhere than the order says")
-        return places
 
     def adopt_dead(
         self, is_dead: Callable[[int], bool], *, with_idle_releases: bool = False
@@ -272,70 +241,66 @@ class CatalogTxn:
 
     def sweep(self, sweep: Sweep) -> Sweep:
         """Remove some garbage; return how far the pass has come once this is committed."""
-        return sweep.step(self._txn, self._databases, self.floors, self.space.order)
+        return sweep.step(
+            self._txn, self._databases, self.floors, self.space.order, self._records.remove
+        )
 
-    def _file_pages(self, extents: RowArray) -> list[int]:
-        """Return how long the file of each extent has to be."""
+    def _clusters_of(
+        self, keys: Sequence[OffloadKey], extents: RowArray, payload_bytes: int
+    ) -> Iterable[TicketCluster]:
+        """Join the extents that were given out for keys, as far as they are adjacent."""
         header_pages = self._geometry.header_pages
-        return [
-            self._geometry.file_pages(
-                first + header_pages + count * stride, self.space.segments.row(segment).page_count
+        laid_out = extents.tolist()
+        first = at = 0
+        for extent_count in adjacent(laid_out, header_pages):
+            part = laid_out[at : at + extent_count]
+            segment, first_page, stride_pages, extent_records = part[0]
+            end = first + sum(count for *_, count in part)
+            row = ClusterRow(
+                record_count=end - first,
+                stride_pages=stride_pages,
+                payload_bytes=payload_bytes,
+                segment_pages=0,
+                extent_records=extent_records,
+                groups={},
+                names=names_of(keys[first:end]),
             )
-            for segment, first, stride, count in extents.tolist()
-        ]
+            row.segment_pages = self._geometry.file_pages(
+                first_page + row.page_count(header_pages),
+                self.space.segments.row(segment).page_count,
+            )
+            yield TicketCluster(extent_key(segment, first_page), first, row)
+            first = end
+            at += extent_count
 
-    def _find(self, keys: Sequence[OffloadKey]) -> tuple[list[OffloadKey], RowArray]:
-        """Return the keys that have a record, and the records."""
-        values = list(map(partial(self._txn.get, db=self._databases.records), keys))
-        found = [key for key, value in zip(keys, values, strict=True) if value is not None]
-        records = decode_records([value for value in values if value is not None])
-        if found and self.floors:
-            living = self.floors.living(found, records)
-            return [found[i] for i in np.flatnonzero(living).tolist()], records[living]
-        return found, records
-
-    def _put_records(self, ticket: Ticket, indices: list[int]) -> list[int]:
-        """Write rows of records; return the indices of those that had none, garbage apart."""
-        rows = split(ticket.records.tobytes(), PLACE_BYTES)
-        # In the order of the keys, see `_pop_records`.
-        items = sorted([(ticket.keys[index], rows[index]) for index in indices])
-        records = self._databases.records
-        with self._txn.cursor(db=records) as cursor:
-            consumed_count, added_count = cursor.putmulti(items, overwrite=False)
-        if added_count == consumed_count:
-            return indices
-        ours = []
-        for index in indices:
-            key, row = ticket.keys[index], rows[index]
-            stored = self._txn.get(key, db=records)
-            if stored is not None and self.floors and self.floors.hide(key, stored):
-                self._txn.put(key, row, db=records)
-                stored = row
-            if stored == row:
-                ours.append(index)
-        return ours
-
-    def _enter(self, ticket: Ticket, extents: Sequence[TicketExtent], kept: list[int]) -> None:
-        """Enter the records that were written into their extents; free the places of the others."""
-        kept_set = set(kept)
-        emptied: list[int] = []
-        unused: list[int] = []
-        for part in reversed(extents):
-            places = range(part.first, part.end)
-            here = [index - part.first for index in places if index in kept_set]
-            if len(here) < len(places):
-                unused += [index for index in places if index not in kept_set]
-            if not here:
-                emptied.append(part.extent)
-                continue
-            row = ExtentRow.of(part.stride_pages, ticket.keys[part.first : part.end])
-            self.space.order.enter(part.extent, row, bits_of(here))
-            segment = part.extent >> 32
-            self.space.segments.count_in(segment, len(here), ticket.payload_bytes)
+    def _publish(self, ticket: Ticket, part: TicketCluster, failed: Collection[int]) -> None:
+        """Enter the records of a cluster that were written; free the places of the others."""
+        row = replace(part.row, groups={})
+        keys = ticket.keys[part.first : part.first + row.record_count]
+        good = [index for index in range(len(keys)) if index + part.first not in failed]
+        taken = self._records.add(part.cluster, [keys[index] for index in good], ticket.log_number)
+        if taken:
+            good = [index for index in good if keys[index] not in taken]
+        bits = bits_of(good)
+        if bits != row.all_bits:
+            self.space.free_records(part.cluster, row, row.all_bits & ~bits, bits)
+        if bits:
+            self.space.order.enter(part.cluster, row, bits)
+            segment = part.cluster >> 32
+            self.space.segments.count_in(segment, len(good), row.payload_bytes)
             self.space.trim_segment(segment)
-        if unused:
-            self.space.free_places(ticket.records[unused], emptied)
 
-    def _free(self, places: RowArray, emptied: Sequence[int]) -> None:
-        self.space.segments.count_out(places)
-        self.space.free_places(places, emptied)
+    def _remove(self, spots: Iterable[Spot]) -> None:
+        bits_by_cluster: dict[int, int] = {}
+        for cluster, index in spots:
+            bits_by_cluster[cluster] = bits_by_cluster.get(cluster, 0) | 1 << index
+        for cluster, bits in sorted(bits_by_cluster.items()):
+            keys = self.space.clusters.row(cluster).keys()
+            self._take_out(cluster, bits, [keys[index] for index in indices_of(bits)])
+
+    def _take_out(self, cluster: int, bits: int, keys: Sequence[bytes]) -> None:
+        """Remove records of one cluster, and free their places."""
+        row = self.space.order.take_out(cluster, bits)
+        self._records.remove(cluster, keys)
+        self.space.segments.count_out(cluster >> 32, len(keys), row.payload_bytes)
+        self.space.free_records(cluster, row, bits, row.live_bits)

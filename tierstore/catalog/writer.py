@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from tierstore.bounded_log import bounded
-from tierstore.catalog.batches import batches, joined_touches
 from tierstore.catalog.catalog import Catalog
 from tierstore.catalog.garbage import Sweep
 from tierstore.catalog.lost_payload import LostPayload
@@ -26,6 +25,8 @@ from tierstore.catalog.messages import (
     RequestPlaces,
     SweepGarbage,
     TouchKeys,
+    batches,
+    joined_touches,
 )
 from tierstore.catalog.placement import Placement, Round
 from tierstore.catalog.tickets import Tickets

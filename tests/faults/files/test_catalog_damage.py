@@ -187,20 +187,30 @@ def test_a_damaged_payload_environment_is_a_counted_miss(tmp_path, chunks):
         assert chunks.found(store, FEW) == list(FEW)
 
 
-def test_a_record_row_of_a_wrong_length_is_a_counted_miss(tmp_path, chunks):
+def test_a_cluster_row_of_a_wrong_length_hides_its_records_alone(tmp_path, chunks):
     config = config_of(tmp_path / "tier")
+    parts = [FEW[:40], FEW[40:60], FEW[60:]]
     with chunks.open(config) as store:
-        chunks.put(store, FEW)
+        for part in parts:
+            chunks.put(store, part)
+            store.flush()
     env = LmdbEnv.open(tmp_path / "tier" / "catalog", map_bytes=1 << 24, sealed=True)
-    cut = {FEW[3]: 7, FEW[50]: 23, FEW[60]: 0}
-    with env.write(Databases(env).records) as txn:
-        for number, length in cut.items():
-            (key,) = chunks.keys([number])
-            txn.put(key, txn.get(key)[:length])
+    with env.write(Databases(env).clusters) as txn:
+        rows = list(txn.cursor())
+        named = [key for key, row in rows if chunks.keys(parts[1])[0] in row]
+        for key in named:
+            txn.put(key, txn.get(key)[:-1])
     env.close()
+    assert 0 < len(named) < len(rows)
     with chunks.open(config) as store:
-        assert chunks.found(store, FEW) == [number for number in FEW if number not in cut]
-        assert sum(misses(store).values()) == len(cut)
+        found = chunks.found(store, FEW)
+        assert not set(found) & {parts[1][0]}
+        assert len(found) > len(FEW) // 2
+        assert DISCARDED not in store.stats().counters
+    with chunks.open(config) as store:
+        assert store.stats().counters[DISCARDED] == 1
+        assert chunks.put(store, FEW) == len(FEW)
+        assert store.check() == []
 
 
 def test_a_removed_catalog_gives_its_bytes_back(tmp_path, chunks, stored):

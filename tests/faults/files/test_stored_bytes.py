@@ -9,14 +9,13 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from store_kit import MIB, Chunks, config_of, du
 
-from tierstore.catalog.pages.extent_row import ExtentRow
+from tierstore.catalog.pages.cluster_row import ClusterRow
 from tierstore.catalog.rows import (
     Databases,
     OwnerRow,
     PendingRow,
     SegmentRow,
     StateRow,
-    decode_records,
 )
 from tierstore.codec.record import HEADER_BYTES, PLACE_BYTES, explain_mismatch, parse_places
 from tierstore.errors import CatalogDamagedError, TierStoreError
@@ -31,7 +30,7 @@ NEW = range(1000, 1016)
 MANIFEST = Manifest.simple("stored", chunk_bytes=4096)
 (KEY,) = make_offload_keys(MANIFEST.namespace, 0, spread_hashes([1]))
 DATABASES = [
-    "state", "namespaces", "epochs", "floors", "owners", "records", "order", "extents",
+    "state", "namespaces", "epochs", "floors", "owners", "order", "clusters", "shards", "log",
     "segments", "pending",
 ]  # fmt: skip
 
@@ -49,17 +48,11 @@ FEW = settings(
 MANY = settings(FEW, max_examples=2500)
 
 
-@pytest.mark.parametrize("row", [StateRow, SegmentRow, OwnerRow, ExtentRow, PendingRow])
+@pytest.mark.parametrize("row", [StateRow, SegmentRow, OwnerRow, ClusterRow, PendingRow])
 @given(value=ROWS)
 def test_a_row_of_any_bytes_is_read_or_called_damaged(row, value):
     with suppress(CatalogDamagedError):
         assert row.unpack(value).pack() == value
-
-
-@given(st.lists(ROWS, max_size=4))
-def test_records_of_any_bytes_are_read_or_called_damaged(values):
-    with suppress(CatalogDamagedError):
-        assert len(decode_records(values)) == len(values)
 
 
 @given(st.lists(st.binary(max_size=2 * PLACE_BYTES), max_size=4))

@@ -14,8 +14,7 @@ from tierstore.catalog.messages import (
     RequestPlaces,
     SweepGarbage,
 )
-from tierstore.catalog.pages.extent_row import ExtentRow, indices_of
-from tierstore.catalog.pages.order import extent_keys
+from tierstore.catalog.pages.cluster_row import ClusterRow, indices_of
 from tierstore.catalog.writer import CatalogWriter
 from tierstore.codec.record import PLACE_DTYPE
 from tierstore.config import SecondaryConfig
@@ -185,20 +184,28 @@ class Harness:
     def order(self):
         """Return the recorded numbers, oldest first, as the catalog's victims would be."""
         databases = self.catalog._databases
-        keys, extents = [], []
+        keys, expected = [], []
         with self.catalog._env.read() as txn, txn.cursor(db=databases.order) as cursor:
-            for sequence, extent in cursor:
-                row = ExtentRow.unpack(txn.get(extent, db=databases.extents))
+            for sequence, cluster in cursor:
+                row = ClusterRow.unpack(txn.get(cluster, db=databases.clusters))
                 names = row.keys()
-                bits = row.groups[int.from_bytes(sequence, "big")]
-                keys += [names[index] for index in indices_of(bits)]
-                extents += [int.from_bytes(extent, "big")] * bits.bit_count()
+                indices = indices_of(row.groups[int.from_bytes(sequence, "big")])
+                keys += [names[index] for index in indices]
+                number = int.from_bytes(cluster, "big")
+                expected += row.places(number, indices, self.catalog.geometry.header_pages)
         places = self.catalog.locate(keys)
         return [
             self.numbers[key]
-            for key, extent, place in zip(keys, extents, places, strict=True)
-            if place and extent_keys(np.frombuffer(place, PLACE_DTYPE)).tolist() == [extent]
+            for key, own, place in zip(keys, expected, places, strict=True)
+            if place == own
         ]
+
+    def name_count(self):
+        """Return how many keys clusters have of living records, garbage included."""
+        databases = self.catalog._databases
+        with self.catalog._env.read(databases.clusters) as txn:
+            rows = [ClusterRow.unpack(value) for _, value in txn.cursor()]
+        return sum(row.live_bits.bit_count() for row in rows)
 
     def row_count(self, database):
         """Return how many rows a database has, garbage included."""

@@ -115,12 +115,12 @@ def test_an_unreferenced_segment_that_a_reset_has_left_holds_no_records(tmp_path
     harness.take()
     harness.release()
     assert harness.row_count("segments") == 0
-    assert harness.row_count("extents") > 0
+    assert harness.row_count("clusters") > 0
     harness.writer.release_unreferenced(listed)
     assert harness.row_count("segments") == len(listed) > 0
     assert harness.catalog.check() == []
     harness.sweep()
-    assert harness.row_count("extents") == 0
+    assert harness.row_count("clusters") == 0
     harness.take()
     harness.release()
     assert harness.catalog.check() == []

@@ -15,10 +15,11 @@ from tierstore.catalog.messages import (
     RequestPlaces,
     SweepGarbage,
 )
+from tierstore.catalog.pages.cluster_row import CLUSTER_RECORDS_MAX
 from tierstore.tier_events import Committed, Placed
 
 PAGE, BRANCH, LEAF = 4096, 1, 2
-KEY_BYTES = {"extents": 8, "records": 44}
+KEY_BYTES = {"clusters": 8}
 
 
 def reset(harness):
@@ -50,11 +51,11 @@ def test_a_reset_is_one_transaction_and_gives_whole_segments_back(tmp_path, back
     assert harness.located(*range(500)) == [True] * 500
     harness.release()
     assert harness.row_count("segments") == 1
-    assert harness.row_count("records") == 40_000
+    assert harness.name_count() == 40_500
     assert harness.catalog.check() == []
-    assert harness.sweep() >= 40_000 // SWEEP_ROWS_MAX
-    assert harness.row_count("records") == 500
-    assert harness.row_count("order") == harness.row_count("extents") == -(-500 // 32)
+    assert harness.sweep() >= 40_000 // (SWEEP_ROWS_MAX + CLUSTER_RECORDS_MAX)
+    assert harness.name_count() == 500
+    assert harness.row_count("order") == harness.row_count("clusters") == -(-500 // 128)
     assert harness.row_count("floors") == 0
     assert harness.located(*range(500)) == [True] * 500
     assert harness.catalog.check() == []
@@ -67,9 +68,9 @@ def test_a_sweep_that_a_restart_interrupts_begins_again(harness):
     assert harness.writer.has_garbage
     harness.reopen()
     assert harness.writer.has_garbage
-    assert harness.row_count("records") == 8
+    assert harness.name_count() == 8
     harness.sweep()
-    assert harness.row_count("records") == harness.row_count("extents") == 0
+    assert harness.name_count() == harness.row_count("clusters") == 0
     harness.reopen()
     assert not harness.writer.has_garbage
 
@@ -79,7 +80,7 @@ def test_a_sweep_gives_way_to_everything_else(harness):
     reset(harness)
     keys = tuple(harness.keys(20))
     harness.writer.handle([SweepGarbage(), RequestPlaces(90, keys, harness.chunk)])
-    assert harness.row_count("records") == 8
+    assert harness.name_count() == 8
     assert [event.ticket for event in harness.take()] == [90]
 
 
@@ -96,7 +97,7 @@ def test_eviction_meets_garbage_and_counts_it_not(tmp_path):
         assert harness.catalog.check() == []
         first += 100
     assert first - 10_000 > 1200, "evicted before the tier was full"
-    assert harness.row_count("records") == harness.catalog.stats().record_count
+    assert harness.name_count() == harness.catalog.stats().record_count
     harness.catalog.close()
 
 
@@ -186,7 +187,7 @@ def damage_a_key(path, kind, length, start):
 def test_garbage_whose_keys_are_damaged_does_not_stay(tmp_path, database, kind, start):
     """Goal: a search that a key leads astray finds no garbage, and nobody would remove it."""
     harness = Harness(tmp_path, capacity=32 * MIB, chunk=4096)
-    for number in range(400):  # an extent for each
+    for number in range(400):  # a cluster for each
         harness.store(number)
     reset(harness)
     harness.take()
@@ -197,8 +198,8 @@ def test_garbage_whose_keys_are_damaged_does_not_stay(tmp_path, database, kind, 
     harness.sweep()
     assert harness.catalog.check() == []
     assert isinstance(harness.store(500), Placed)
-    counts = [harness.row_count(name) for name in ("records", "order", "extents")]
-    assert counts == [1, 1, 1]
+    counts = [harness.row_count(name) for name in ("order", "clusters")]
+    assert counts == [1, 1]
     harness.catalog.close()
 
 

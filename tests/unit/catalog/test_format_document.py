@@ -20,7 +20,9 @@ from format_tables import (
 )
 from xxhash import xxh3_64_intdigest
 
-from tierstore.catalog.pages.extent_row import ExtentRow
+from tierstore.catalog.index.head import SHARD_DTYPE
+from tierstore.catalog.index.log_row import GROUP_DTYPE
+from tierstore.catalog.pages.cluster_row import CLUSTER_RECORDS_MAX, ClusterRow, names_of
 from tierstore.catalog.rows import (
     CATALOG_VERSION,
     EXTENT_DTYPE,
@@ -38,7 +40,6 @@ from tierstore.codec.record import (
     HEADER_DTYPE,
     IDENTITY_BYTES,
     KEYED_VERSIONS,
-    PLACE_DTYPE,
     encode_headers,
 )
 from tierstore.config.key_file import KEY_ID_BYTES
@@ -51,9 +52,10 @@ from tierstore.manifest import FORMAT_VERSION
 
 ARRAYS = {
     "Record header": HEADER_DTYPE,
-    "Place": PLACE_DTYPE,
     "Extent being written": EXTENT_DTYPE,
     "Page run": RUN_DTYPE,
+    "Shard in the index head": SHARD_DTYPE,
+    "Log group": GROUP_DTYPE,
 }
 ROWS = {"State": StateRow, "Owner": OwnerRow, "Segment": SegmentRow}
 
@@ -118,23 +120,31 @@ def compare_pending_head(heading, text):
     assert packed[end_of(fields) :] == parts
 
 
-def compare_extent_head(heading, text):
+def compare_cluster_head(heading, text):
     names = [b"x" * 20, b"y" * 21, b"z" * 76]
-    packed = ExtentRow(0x01020304, 0x05060708, {9: 1, 10: 6}, b"names").pack()
-    values = {"record_count": 0x01020304, "stride_pages": 0x05060708, "group_count": 2}
+    values = {
+        "record_count": 0x01020304,
+        "stride_pages": 0x05060708,
+        "payload_bytes": 0x11121314,
+        "segment_pages": 0x21222324,
+        "extent_records": 0x31323334,
+    }
+    packed = ClusterRow(**values, groups={9: 1, 10: 6}, names=b"names").pack()
+    values["group_count"] = 2
     fields = fields_of(heading, text)
     assert [name for name, _, _ in fields] == list(values)
     for name, offset, width in fields:
         assert packed[offset : offset + width] == values[name].to_bytes(width, "little"), name
-    assert packed[end_of(fields) + 2 * ExtentRow.GROUP.size :] == b"names"
-    assert ExtentRow.of(1, names).names == bytes([20, 21, 76]) + b"".join(names)
-    assert ExtentRow.of(1, names).keys() == names
-    assert ExtentRow.of(1, names[:1] * 2).keys() == names[:1] * 2
+    assert packed[end_of(fields) + 2 * ClusterRow.GROUP.size :] == b"names"
+    assert names_of(names) == bytes([20, 21, 76]) + b"".join(names)
+    for keys in (names, names[:1] * 2):
+        assert ClusterRow(len(keys), 1, 1, 1, 1, {}, names_of(keys)).keys() == keys
 
 
 def compare_group(heading, text):
-    packed = ExtentRow(1, 1, {0x0102030405060708: 0x090A0B0C}, b"").pack()[ExtentRow.HEAD.size :]
-    values = {"sequence": 0x0102030405060708, "bits": 0x090A0B0C}
+    values = {"sequence": 0x0102030405060708, "bits": 0x11 << 120 | 0x090A0B0C}
+    row = ClusterRow(1, 1, 1, 1, 1, {values["sequence"]: values["bits"]}, b"")
+    packed = row.pack()[ClusterRow.HEAD.size :]
     fields = fields_of(heading, text)
     assert [name for name, _, _ in fields] == list(values)
     for name, offset, width in fields:
@@ -147,7 +157,7 @@ COMPARISONS = {
     **dict.fromkeys(ROWS, compare_row),
     "Block units": compare_units,
     "Pending head": compare_pending_head,
-    "Extent head": compare_extent_head,
+    "Cluster head": compare_cluster_head,
     "Group": compare_group,
 }
 
@@ -208,6 +218,10 @@ def test_versions_and_bounds_of_the_page_are_those_of_the_code():
     assert f"{HEADER_BYTES} bytes, one per record" in FORMAT
     assert f"up to {EXTENT_RECORDS_MAX} record headers of one extent" in FORMAT
     assert EXTENT_RECORDS_MAX * HEADER_BYTES == PAGE_BYTES
+    bound = content_of("Cluster head", "record count")
+    assert bound == f"records that were written, 1 to {CLUSTER_RECORDS_MAX}"
+    bound = content_of("Cluster head", "extent records")
+    assert bound.startswith(f"1 to {EXTENT_RECORDS_MAX};")
 
 
 @pytest.mark.parametrize(

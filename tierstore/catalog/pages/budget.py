@@ -9,6 +9,7 @@ measured again.
     |<------------- file ------------->|<- margin, growth ->|
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -63,15 +64,13 @@ class Budget:
     @classmethod
     def measure(
         cls,
-        txn: Transaction,
-        databases: Databases,
         geometry: SpaceGeometry,
         state: StateRow,
+        owners: Mapping[int, OwnerRow],
         *,
         size: CatalogSize,
     ) -> Self:
-        """Measure within a transaction."""
-        owners = read_owners(txn, databases)
+        """Measure as of one transaction."""
         capacities = [row.capacity_bytes for row in owners.values()]
         capacity_bytes = min(capacities, default=geometry.capacity_bytes)
         copies_pages = min(2 * size.live_pages, _COPIES_PAGES_MAX)

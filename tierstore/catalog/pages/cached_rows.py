@@ -3,13 +3,16 @@
 from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
-from tierstore.catalog.pages.extent_row import ExtentRow
+from tierstore.catalog.pages.cluster_row import ClusterRow
 from tierstore.catalog.rows import SegmentRow
+from tierstore.errors import CatalogDamagedError
 from tierstore.lmdb_env.library import Database, Transaction
 
 __all__ = ["CachedRows"]
 
-RowT = TypeVar("RowT", SegmentRow, ExtentRow)
+RowT = TypeVar("RowT", SegmentRow, ClusterRow)
+
+_NOTHING: Mapping[int, bytes] = {}
 
 
 class CachedRows(Generic[RowT]):
@@ -21,13 +24,15 @@ class CachedRows(Generic[RowT]):
         database: Database,
         pack_key: Callable[[int], bytes],
         unpack: Callable[[bytes], RowT],
+        known: Mapping[int, bytes] = _NOTHING,
     ) -> None:
+        """`known` are values that were stored before, and have not changed."""
         self._txn = txn
         self._database = database
         self._pack_key = pack_key
         self._unpack: Callable[[bytes], RowT] = unpack
         self._rows: dict[int, RowT | None] = {}
-        self._stored: dict[int, bytes] = {}
+        self._stored: dict[int, bytes] = dict(known)
 
     @property
     def rows(self) -> Mapping[int, RowT | None]:
@@ -37,13 +42,24 @@ class CachedRows(Generic[RowT]):
     def find(self, number: int) -> RowT | None:
         """Return a row, to be changed in place; None: there is none."""
         if number not in self._rows:
-            value = self._txn.get(self._pack_key(number), db=self._database)
+            value = self._stored.get(number)
             if value is None:
-                self._rows[number] = None
-            else:
-                self._rows[number] = self._unpack(value)
-                self._stored[number] = value
+                value = self._txn.get(self._pack_key(number), db=self._database)
+                if value is not None:
+                    self._stored[number] = value
+            self._rows[number] = None if value is None else self._unpack(value)
         return self._rows[number]
+
+    def row(self, number: int) -> RowT:
+        """Return a row, to be changed in place.
+
+        Raises:
+            CatalogDamagedError: there is none.
+        """
+        row = self.find(number)
+        if row is None:
+            raise CatalogDamagedError(f"row {number:#x} is unknown")
+        return row
 
     def put(self, number: int, row: RowT) -> None:
         """Add a row, or replace it."""
@@ -58,6 +74,11 @@ class CachedRows(Generic[RowT]):
         self._stored.pop(number, None)
         self._rows[number] = None
 
+    @property
+    def stored(self) -> Mapping[int, bytes]:
+        """The values that are known to be stored."""
+        return self._stored
+
     def flush(self) -> None:
         """Write what differs from the stored rows into the transaction."""
         for number, row in self._rows.items():
@@ -68,5 +89,7 @@ class CachedRows(Generic[RowT]):
             key = self._pack_key(number)
             if value is None:
                 self._txn.delete(key, db=self._database)
+                del self._stored[number]
             else:
                 self._txn.put(key, value, db=self._database)
+                self._stored[number] = value

@@ -1,4 +1,4 @@
-"""Verification of a tier's pages: extents, segments and sums recomputed from the records."""
+"""Verification of a tier's pages: segments and sums recomputed from the clusters."""
 
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -6,8 +6,8 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.catalog.pages.order import extent_keys
-from tierstore.catalog.pages.said_extents import SAID, halves, read_extents
+from tierstore.catalog.pages.extents import extent_records_max
+from tierstore.catalog.pages.said_clusters import SAID, halves, read_clusters
 from tierstore.catalog.rows import (
     Databases,
     PendingRow,
@@ -18,7 +18,6 @@ from tierstore.catalog.rows import (
     extent_key,
     parse_number,
 )
-from tierstore.codec.record import EXTENT_RECORDS_MAX
 from tierstore.geometry import SpaceGeometry
 from tierstore.lmdb_env.library import Transaction
 from tierstore.lmdb_env.pace import UNHURRIED, VerifyPace
@@ -31,9 +30,9 @@ _PROBLEMS_MAX = 100
 
 
 class PageCheck:
-    """Compares the rows of pages, as one transaction sees them, with the records.
+    """Compares the rows of pages, as one transaction sees them, with the clusters.
 
-    About 40 bytes per extent, and none per record.
+    About 80 bytes per cluster, and none per record.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class PageCheck:
         has_garbage: bool,
         pace: VerifyPace = UNHURRIED,
     ) -> None:
-        """`has_garbage`: there are records that do not count, perhaps. In steps of `pace`.
+        """`has_garbage`: there are clusters that do not count, perhaps. In steps of `pace`.
 
         Raises:
             CatalogDamagedError: a row cannot be decoded.
@@ -63,118 +62,70 @@ class PageCheck:
             self._pending = [PendingRow.unpack(value) for _, value in cursor]
         with txn.cursor(db=databases.units) as cursor:
             self._units = {int.from_bytes(key, "big"): parse_number(value) for key, value in cursor}
-        self._extents = read_extents(txn, databases, pace)
-        self._file_pages = self._said_file_pages()
-        self._found = np.zeros(len(self._extents), np.int64)
-        """How many records each extent has."""
-        self._taken = np.zeros(len(self._extents) * EXTENT_RECORDS_MAX, bool)
-        """Places in extents that have a record."""
-        self._record_count = 0
-        self._records: dict[int, int] = {}
-        self._payload: dict[int, int] = {}
-        self._unknown: dict[int, int] = {}
-        """Records without an extent, by its key."""
-        self._misplaced: list[str] = []
+        self._clusters = read_clusters(txn, databases, geometry.header_pages, pace)
+        is_garbage = self._of_segments(self._clusters, self._is_row_garbage, 1) != 0
+        self._garbage = self._clusters[is_garbage]
+        self._living = self._clusters[~is_garbage]
+        """Those whose segment is neither dead nor gone."""
 
-    def add(self, places: RowArray) -> None:
-        """Take the places of some more of the records that count."""
-        self._record_count += len(places)
-        _add_sums(self._records, places["segment"])
-        _add_sums(self._payload, places["segment"], places["payload_bytes"])
-        keys = extent_keys(places)
-        at = np.searchsorted(self._extents["key"], keys)
-        at[at == len(self._extents)] = 0
-        known = self._extents["key"][at] == keys if len(self._extents) else np.zeros(len(at), bool)
-        if not known.all():
-            unknown, counts = np.unique(keys[~known], return_counts=True)
-            for key, count in zip(unknown.tolist(), counts.tolist(), strict=True):
-                if key in self._unknown or len(self._unknown) < _PROBLEMS_MAX:
-                    self._unknown[key] = self._unknown.get(key, 0) + count
-            keys, at, places = keys[known], at[known], places[known]
-        np.add.at(self._found, at, 1)
-        fits = self._fits(at, places)
-        for key in keys[~fits][:_PROBLEMS_MAX].tolist():
-            self._complain(f"a record does not fit its extent {key:#x}")
-        slots = at[fits] * EXTENT_RECORDS_MAX + places["index"][fits]
-        if self._taken[slots].any() or len(np.unique(slots)) < len(slots):
-            self._complain("two records share a place")
-        self._taken[slots] = True
+    @property
+    def record_count(self) -> int:
+        """How many records live."""
+        return int(self._living["live"].sum())
 
     def problems(self) -> list[str]:
-        """Return the violations in words, when all records were added; empty: the rows are sound.
+        """Return the violations in words; empty: the rows are sound.
 
         At most a hundred of each kind.
         """
         return [
-            *self._misplaced,
-            *islice(self._extent_problems(), _PROBLEMS_MAX),
+            *islice(self._cluster_problems(), _PROBLEMS_MAX),
             *islice(self._overlap_problems(), _PROBLEMS_MAX),
             *islice(self._segment_problems(), _PROBLEMS_MAX),
             *self._state_problems(),
         ]
 
-    def _complain(self, problem: str) -> None:
-        if len(self._misplaced) < _PROBLEMS_MAX:
-            self._misplaced.append(problem)
-
-    def _fits(self, at: npt.NDArray[np.intp], places: RowArray) -> npt.NDArray[np.bool_]:
-        """Return of each record whether it is as its extent says."""
-        said = self._extents[at]
-        sizes, size_of = np.unique(places["payload_bytes"], return_inverse=True)
-        strides = np.array(list(map(self._geometry.stride_pages, sizes.tolist())), np.int64)
-        fits: npt.NDArray[np.bool_] = places["segment_pages"] == self._file_pages[at]
-        fits &= places["stride_pages"] == said["stride"]
-        fits &= places["index"] < np.minimum(said["count"], EXTENT_RECORDS_MAX)
-        fits &= strides[size_of] == said["stride"]
-        return fits
-
-    def _said_file_pages(self) -> npt.NDArray[np.int64]:
-        """Return how long the file of each extent has to be; 0: its segment is gone."""
-        extents = self._extents
-        page_counts = self._of_segments(extents, lambda row: row.page_count)
-        ends = halves(extents)[1] + self._pages_of(extents)
-        pages = self._geometry.file_pages(ends, page_counts)  # type: ignore[arg-type]
-        return np.where(page_counts, pages, 0)
-
-    def _extent_problems(self) -> Iterator[str]:
-        """Every record lies in a known extent, and extents count their records rightly."""
-        for key, count in self._unknown.items():
-            if self._is_garbage(key >> 32):
-                yield f"{count} records lie in a segment that is dead or gone"
-            else:
-                yield f"{count} records lie in the unknown extent {key:#x}"
-        extents, found = self._extents, self._found
-        is_garbage = self._of_segments(extents, self._is_row_garbage, 1) != 0
-        wrong = np.where(
-            is_garbage, (found > 0) | (not self._has_garbage), extents["live"] != found
-        )
-        for at in np.flatnonzero(wrong).tolist():
-            key, count = int(extents["key"][at]), int(found[at])
-            if not is_garbage[at]:
-                yield f"extent {key:#x} counts {extents['live'][at]} records, has {count}"
-            elif count:
-                yield f"{count} records lie in a segment that is dead or gone"
-            else:
-                yield f"extent {key:#x} lies in a segment that is dead or gone"
+    def _cluster_problems(self) -> Iterator[str]:
+        """Clusters are as long as their segment says, and laid out as their records need."""
+        if not self._has_garbage:
+            for key in self._garbage["key"].tolist():
+                yield f"cluster {key:#x} lies in a segment that is dead or gone"
+        living = self._living
+        page_counts = self._of_segments(living, lambda row: row.page_count)
+        ends = halves(living)[1] + living["pages"]
+        fits = living["segment_pages"] == self._geometry.file_pages(ends, page_counts)  # type: ignore[arg-type]
+        for name, most_of, per in (
+            ("stride", self._geometry.stride_pages, "payload_bytes"),
+            ("extent_records", extent_records_max, "stride"),
+        ):
+            values, value_of = np.unique(living[per], return_inverse=True)
+            most = np.array(list(map(most_of, values.tolist())), np.int64)[value_of]
+            if name == "extent_records":
+                # A single extent may have fewer, whether or not there was room for more.
+                most = np.where(living["count"] <= living[name], living["count"], most)
+            fits &= living[name] == most
+        for key in living["key"][~fits].tolist():
+            yield f"cluster {key:#x} does not fit its segment or its records"
 
     def _overlap_problems(self) -> Iterator[str]:
-        """Extents lie one behind the other, within what their segment has given out."""
-        extents = np.concatenate([self._extents, self._writing_extents()])
-        extents = extents[np.argsort(extents["key"])]
+        """Runs of pages lie one behind the other, within what their segment has given out."""
+        writing = self._writing_extents()
         if self._has_garbage:
-            extents = extents[self._of_segments(extents, self._is_row_garbage, 1) == 0]
-        segments, firsts = halves(extents)
-        ends = firsts + self._pages_of(extents)
-        page_counts = self._of_segments(extents, lambda row: row.page_count, -1)
-        next_pages = self._of_segments(extents, lambda row: row.next_page)
+            writing = writing[self._of_segments(writing, self._is_row_garbage, 1) == 0]
+        given = np.concatenate([self._living, writing])
+        given = given[np.argsort(given["key"])]
+        segments, firsts = halves(given)
+        ends = firsts + given["pages"]
+        page_counts = self._of_segments(given, lambda row: row.page_count, -1)
+        next_pages = self._of_segments(given, lambda row: row.next_page)
         for at in np.flatnonzero(page_counts < 0).tolist():
-            yield f"extent {int(extents['key'][at]):#x} lies in an unknown segment"
+            yield f"extent {int(given['key'][at]):#x} lies in an unknown segment"
         overlaps = (segments[1:] == segments[:-1]) & (firsts[1:] < ends[:-1])
         for at in (np.flatnonzero(overlaps) + 1).tolist():
-            yield f"extent {int(extents['key'][at]):#x} overlaps the one before it"
+            yield f"extent {int(given['key'][at]):#x} overlaps the one before it"
         beyond = (page_counts >= 0) & ((ends > next_pages) | (next_pages > page_counts))
         for at in np.flatnonzero(beyond).tolist():
-            yield f"extent {int(extents['key'][at]):#x} reaches beyond what was given out"
+            yield f"extent {int(given['key'][at]):#x} reaches beyond what was given out"
 
     def _segment_problems(self) -> Iterator[str]:
         """A segment's pages, writes and records are the sums of its parts."""
@@ -203,14 +154,18 @@ class PageCheck:
 
     def _count_problems(self) -> Iterator[str]:
         """Segments count what is written to them, and their records."""
-        writing: dict[int, int] = {}
+        living, writing = self._living, dict[int, int]()
+        segments = halves(living)[0]
+        records, payload = dict[int, int](), dict[int, int]()
+        _add_sums(records, segments, living["live"])
+        _add_sums(payload, segments, living["live"] * living["payload_bytes"])
         for pending in self._pending:
             _add_sums(writing, pending.extents["segment"])
         for segment, row in self._segments.items():
             for name, said, found in (
                 ("extents being written", row.writing_count, writing.get(segment, 0)),
-                ("records", row.record_count, self._records.get(segment, 0)),
-                ("payload bytes", row.payload_bytes, self._payload.get(segment, 0)),
+                ("records", row.record_count, records.get(segment, 0)),
+                ("payload bytes", row.payload_bytes, payload.get(segment, 0)),
             ):
                 if said != found:
                     yield f"segment {segment}: {name}: accounted {said}, found {found}"
@@ -229,19 +184,15 @@ class PageCheck:
             freed_pages = row.next_page - row.held_pages
         return pages + freed_pages + self._geometry.overhead_pages(row.page_count)
 
-    def _is_garbage(self, segment: int) -> bool:
-        row = self._segments.get(segment)
-        return row is None or row.state == SegmentState.DEAD
-
     @staticmethod
     def _is_row_garbage(row: SegmentRow) -> int:
         return int(row.state == SegmentState.DEAD)
 
     def _of_segments(
-        self, extents: RowArray, value_of: Callable[[SegmentRow], int], missing: int = 0
+        self, given: RowArray, value_of: Callable[[SegmentRow], int], missing: int = 0
     ) -> npt.NDArray[np.int64]:
-        """Return a value of the segment row of each extent."""
-        unique, at = np.unique(halves(extents)[0], return_inverse=True)
+        """Return a value of the segment row of each run of pages (`SAID`)."""
+        unique, at = np.unique(halves(given)[0], return_inverse=True)
         rows = [self._segments.get(segment) for segment in unique.tolist()]
         values = [missing if row is None else value_of(row) for row in rows]
         return np.array(values, np.int64)[at]
@@ -264,36 +215,36 @@ class PageCheck:
                 self._state.pending_pages,
                 sum(row.pending_pages * row.rank_count for row in rows),
             ),
-            ("payload bytes", self._state.payload_bytes, sum(self._payload.values())),
+            (
+                "payload bytes",
+                self._state.payload_bytes,
+                int((self._living["live"] * self._living["payload_bytes"]).sum()),
+            ),
             (
                 "records being written",
                 self._state.writing_count,
                 sum(int(row.extents["count"].sum()) for row in self._pending),
             ),
-            ("records", self._state.record_count, self._record_count),
+            ("records", self._state.record_count, self.record_count),
         ):
             if said != found:
                 yield f"{name}: accounted {said}, found {found}"
 
     def _writing_extents(self) -> RowArray:
         """Return the extents that are being written, as `SAID`."""
-        rows = [
-            (extent_key(segment, header_page), count, count, stride)
-            for pending in self._pending
-            for segment, header_page, stride, count in pending.extents.tolist()
-        ]
-        return np.array(rows, SAID)
-
-    def _pages_of(self, extents: RowArray, counts: str = "count") -> npt.NDArray[np.int64]:
-        """Return the pages of each extent, with as many records as a field says."""
-        records = np.minimum(extents[counts], _NUMBER_MAX)
-        pages: npt.NDArray[np.int64] = records * np.minimum(extents["stride"], _NUMBER_MAX)
-        return pages + self._geometry.header_pages
+        header_pages = self._geometry.header_pages
+        given = np.zeros(sum(len(pending.extents) for pending in self._pending), SAID)
+        rows = [row for pending in self._pending for row in pending.extents.tolist()]
+        for at, (segment, header_page, stride, count) in enumerate(rows):
+            given[at]["key"] = extent_key(segment, header_page)
+            pages = header_pages + min(count, _NUMBER_MAX) * min(stride, _NUMBER_MAX)
+            given[at]["pages"] = given[at]["held"] = pages
+        return given
 
     def _held_pages(self) -> dict[int, int]:
         held: dict[int, int] = {}
-        for extents in (self._extents, self._writing_extents()):
-            _add_sums(held, halves(extents)[0], self._pages_of(extents, "live"))
+        for given in (self._living, self._writing_extents()):
+            _add_sums(held, halves(given)[0], given["held"])
         return held
 
     def _freed_pages(self) -> dict[int, int]:

@@ -1,56 +1,15 @@
-"""Extents: how records are laid out in runs of pages, and which of them still live."""
+"""Extents: how records are laid out in runs of pages."""
 
 import numpy as np
 
-from tierstore.catalog.pages.cached_rows import CachedRows
-from tierstore.catalog.pages.extent_row import ExtentRow
-from tierstore.catalog.rows import Databases, RowArray, wide_key
+from tierstore.catalog.pages.cluster_row import CLUSTER_RECORDS_MAX
+from tierstore.catalog.rows import RowArray
 from tierstore.codec.record import EXTENT_RECORDS_MAX
-from tierstore.errors import CatalogDamagedError
-from tierstore.lmdb_env.library import Transaction
 
-__all__ = ["Extents", "coalesce", "extent_records_max", "fit_count", "laid_out_pages"]
+__all__ = ["adjacent", "coalesce", "extent_records_max", "fit_count", "laid_out_pages"]
 
 _EXTENT_PAGES_MAX = 1024
 """Longer extents of large records would be written and read by one thread while others idle."""
-
-
-class Extents:
-    """The `extents` database within one write transaction."""
-
-    def __init__(self, txn: Transaction, databases: Databases) -> None:
-        self._cached = CachedRows(txn, databases.extents, wide_key, ExtentRow.unpack)
-
-    def find(self, extent: int) -> ExtentRow | None:
-        """Return the row of an extent, to be changed in place; None: there is none."""
-        return self._cached.find(extent)
-
-    def row(self, extent: int) -> ExtentRow:
-        """Return the row of an extent, to be changed in place.
-
-        Raises:
-            CatalogDamagedError: there is none.
-        """
-        row = self._cached.find(extent)
-        if row is None:
-            raise CatalogDamagedError(f"extent {extent:#x} is unknown")
-        return row
-
-    def put(self, extent: int, row: ExtentRow) -> None:
-        """Add an extent."""
-        self._cached.put(extent, row)
-
-    def remove(self, extent: int) -> None:
-        """Remove an extent without records."""
-        self._cached.remove(extent)
-
-    def discard(self, extent: int) -> None:
-        """Forget an extent whose row the caller has removed."""
-        self._cached.discard(extent)
-
-    def flush(self) -> None:
-        """Write the changed rows into the transaction."""
-        self._cached.flush()
 
 
 def extent_records_max(stride_pages: int) -> int:
@@ -85,3 +44,25 @@ def coalesce(runs: RowArray) -> RowArray:
     joined = runs[firsts]
     joined["page_count"] = np.add.reduceat(runs["page_count"], firsts)
     return joined
+
+
+def adjacent(extents: list[tuple[int, int, int, int]], header_pages: int) -> list[int]:
+    """Return how many of the extents (`EXTENT_DTYPE`) that one request was given form each cluster.
+
+    They are in the order of their pages.
+    """
+    lengths: list[int] = []
+    room = first_count = 0
+    following = -1, -1
+    for segment, header_page, stride_pages, count in extents:
+        if (segment, header_page) == following and count <= min(room, first_count):
+            lengths[-1] += 1
+        else:
+            lengths.append(1)
+            room = CLUSTER_RECORDS_MAX
+            first_count = count
+        room -= count
+        if count < first_count:
+            room = 0  # the last one: what comes behind it would not be where it is looked for
+        following = segment, header_page + header_pages + count * stride_pages
+    return lengths

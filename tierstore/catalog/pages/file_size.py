@@ -1,22 +1,24 @@
 """How large the file of a catalog is, how much of it the rows explain, and why it grows.
 
-Pages are counted again when the file or the number of rows has changed: counting costs as much as
-a few records, so that a transaction does not do it each time.
+Pages are counted again when rows have come or gone: that takes a call of the library per database,
+so that a transaction does not do it each time.
 """
 
-from tierstore.catalog.pages.budget import GROWTH_PAGES, CatalogSize, count_live_pages
-from tierstore.catalog.rows import Databases
+from dataclasses import replace
+
+from tierstore.catalog.pages.budget import GROWTH_PAGES, Budget, CatalogSize, count_live_pages
+from tierstore.catalog.rows import Databases, StateRow
 from tierstore.layout import PAGE_BYTES
 from tierstore.lmdb_env.env import LmdbEnv
 from tierstore.lmdb_env.library import Transaction
 
 __all__ = ["FileSize"]
 
-_UNCOUNTED_ROWS_MAX = 128
-"""Records that come or go before the pages of all rows are counted again."""
+_UNCOUNTED_ROWS_MAX = 8
+"""Groups and pending rows that may come before the pages of all rows are counted again. Each group
+is a cluster that was written, of up to three pages."""
 
-_MANIFEST_ROWS = 2 * _UNCOUNTED_ROWS_MAX
-"""A manifest may have pages of its own: as many rows as to count again whenever one goes."""
+_UNCOUNTED_EVICTIONS_MAX = 256
 
 _STALE_TRANSACTIONS = 4
 """A reader whose snapshot is older by so many transactions has stopped; others end before."""
@@ -30,8 +32,10 @@ class FileSize:
         self._databases = databases
         self._map_pages = env.map_bytes() // PAGE_BYTES
         self._last: CatalogSize | None = None
-        self._counted_rows = 0
+        self._grown_count = 0
+        self._evicted_count = 0
         self._needed_pages = 0
+        self._is_over = False
         self._settled_pages = self.file_pages()
 
     def file_pages(self) -> int:
@@ -46,24 +50,30 @@ class FileSize:
             map_pages=self._map_pages,
         )
 
-    def recount(self, txn: Transaction) -> CatalogSize:
-        """Return the size for a write transaction, as it was counted last if little has changed."""
-        row_count = int(txn.stat(db=self._databases.records)["entries"])
-        row_count += _MANIFEST_ROWS * int(txn.stat(db=self._databases.namespaces)["entries"])
-        grown_count = abs(row_count - self._counted_rows)
+    def recount(self, txn: Transaction, state: StateRow, *, is_known: bool) -> CatalogSize:
+        """Return the size for a write transaction, as it was counted last if little has changed.
+
+        `is_known`: nobody else has written since this process did.
+        """
+        grown_count = state.next_sequence + state.next_pending
         last = self._last
         if (
             last is None
-            or last.file_pages != self.file_pages()
-            or grown_count > _UNCOUNTED_ROWS_MAX
+            or not is_known
+            or self._is_over
+            or grown_count > self._grown_count + _UNCOUNTED_ROWS_MAX
+            or state.evicted_count > self._evicted_count + _UNCOUNTED_EVICTIONS_MAX
         ):
+            self._grown_count, self._evicted_count = grown_count, state.evicted_count
             last = self._last = self.count(txn)
-            self._counted_rows = row_count
+        else:
+            last = replace(last, file_pages=self.file_pages())
         return last
 
-    def note_needed(self, pages: int) -> None:
-        """Note the pages that the rows explain, after a write transaction."""
-        self._needed_pages = pages
+    def note(self, budget: Budget) -> None:
+        """Note what a write transaction was allowed, after it."""
+        self._needed_pages = budget.needed_pages
+        self._is_over = budget.is_catalog_over
 
     def is_outgrowing(self) -> bool:
         """Return whether the file grows because a stopped reader keeps freed pages from reuse.
@@ -72,8 +82,9 @@ class FileSize:
         larger then, and a file never shrinks: only what is necessary may be written.
         """
         file_pages = self.file_pages()
-        # Early enough for the necessary writes to fit into what is charged in any case.
-        if file_pages <= max(self._needed_pages - 2 * GROWTH_PAGES, self._settled_pages):
+        # Early enough for the necessary writes to fit into what is charged in any case: they write
+        # shards of the index again.
+        if file_pages <= max(self._needed_pages - 4 * GROWTH_PAGES, self._settled_pages):
             return False
         self._env.forget_dead_readers()
         if self._env.reader_lag() >= _STALE_TRANSACTIONS:

@@ -15,14 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.backend.names import rank_directories, segment_name
+from tierstore.catalog.pages.cluster_row import ClusterRow
 from tierstore.catalog.pages.unreferenced import NO_OWNER
 from tierstore.catalog.rows import (
     Databases,
     PendingRow,
     SegmentRow,
     SegmentState,
-    decode_records,
+    extent_key,
     segment_key,
+    wide_key,
 )
 from tierstore.config import SecondaryConfig
 from tierstore.device.directory import Directory
@@ -36,7 +38,7 @@ from tierstore.lmdb_env.pace import UNHURRIED, VerifyPace
 
 __all__ = ["repeat_lost_releases"]
 
-_ROWS_AT_ONCE = 4096
+_CLUSTERS_AT_ONCE = 512
 
 _Pages: TypeAlias = npt.NDArray[np.bool_]
 _Runs: TypeAlias = list[tuple[int, int]]
@@ -124,28 +126,26 @@ def _mark_records(
     pace: VerifyPace,
 ) -> None:
     """Mark what records hold, except those in dead segments."""
-    living = [segment for segment, row in rows.items() if row.state != SegmentState.DEAD]
-    values: list[bytes] = []
-    with txn.cursor(db=databases.records) as cursor:
-        for _, value in cursor:
-            values.append(value)
-            if len(values) >= _ROWS_AT_ONCE:
-                _mark_places(values, geometry, living, held)
-                values.clear()
+    for segment in [s for s, row in rows.items() if row.state != SegmentState.DEAD]:
+        for number, (cluster, row) in enumerate(_clusters_of(txn, databases, segment)):
+            for run in row.page_runs(cluster, row.live_bits, 0, geometry.header_pages):
+                _, first_page, page_count = run
+                held[segment][first_page : first_page + page_count] = True
+            if number % _CLUSTERS_AT_ONCE == 0:
                 pace.step()
-    _mark_places(values, geometry, living, held)
 
 
-def _mark_places(
-    values: list[bytes], geometry: SpaceGeometry, living: list[int], held: Mapping[int, _Pages]
-) -> None:
-    places = decode_records(values)
-    for place in places[np.isin(places["segment"], living)]:
-        pages = held[int(place["segment"])]
-        header_page, stride = int(place["header_page"]), int(place["stride_pages"])
-        first = header_page + geometry.header_pages + int(place["index"]) * stride
-        pages[header_page : header_page + geometry.header_pages] = True
-        pages[first : first + stride] = True
+def _clusters_of(
+    txn: Transaction, databases: Databases, segment: int
+) -> Iterator[tuple[int, ClusterRow]]:
+    with txn.cursor(db=databases.clusters) as cursor:
+        found = cursor.set_range(wide_key(extent_key(segment, 0)))
+        while found:
+            cluster = int.from_bytes(cursor.key(), "big")
+            if cluster >> 32 != segment:
+                break
+            yield cluster, ClusterRow.unpack(cursor.value())
+            found = cursor.next()
 
 
 def _mark_writing(

@@ -1,5 +1,7 @@
 """Segments within one write transaction: their rows, and the sums over them in the state row."""
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from tierstore.catalog.pages.cached_rows import CachedRows
@@ -13,11 +15,13 @@ __all__ = ["Segments", "by_segment", "is_in_use"]
 class Segments:
     """The `segments` database. Pages of a row are those of one rank, those of the state of all."""
 
-    def __init__(self, txn: Transaction, databases: Databases, state: StateRow) -> None:
+    def __init__(
+        self, txn: Transaction, databases: Databases, state: StateRow, known: Mapping[int, bytes]
+    ) -> None:
         self._txn = txn
         self._database = databases.segments
         self._state = state
-        self._cached = CachedRows(txn, databases.segments, segment_key, SegmentRow.unpack)
+        self._cached = CachedRows(txn, databases.segments, segment_key, SegmentRow.unpack, known)
 
     def find(self, segment: int) -> SegmentRow | None:
         """Return the row of a segment, to be changed in place; None: there is none."""
@@ -62,10 +66,9 @@ class Segments:
         """Count records of so many bytes each that were published."""
         self._count(segment, record_count, record_count * payload_bytes)
 
-    def count_out(self, places: RowArray) -> None:
-        """Count records that are gone."""
-        for segment, part in by_segment(places):
-            self._count(segment, -len(part), -int(part["payload_bytes"].sum(dtype=np.int64)))
+    def count_out(self, segment: int, record_count: int, payload_bytes: int) -> None:
+        """Count records of so many bytes each that are gone."""
+        self._count(segment, -record_count, -record_count * payload_bytes)
 
     def forget_records(self, row: SegmentRow) -> None:
         """Count a segment's records out, which are garbage now."""
@@ -97,6 +100,11 @@ class Segments:
         row.pending_pages -= pages
         self._state.pending_pages -= pages * row.rank_count
         self.charge(row, -pages)
+
+    @property
+    def stored(self) -> Mapping[int, bytes]:
+        """The rows that are known to be stored."""
+        return self._cached.stored
 
     def flush(self) -> None:
         """Write the changed rows into the transaction."""

@@ -5,23 +5,23 @@ records stay charged until every rank has given them back. Where the file system
 units only (`BlockUnits`), they stay charged until all of their unit is free, and was given back.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from tierstore.catalog.pages.budget import Budget, CatalogSize
+from tierstore.catalog.pages.budget import Budget, read_owners
+from tierstore.catalog.pages.cached_rows import CachedRows
+from tierstore.catalog.pages.cluster_row import ClusterRow
 from tierstore.catalog.pages.extents import (
-    Extents,
     coalesce,
     extent_records_max,
     fit_count,
     laid_out_pages,
 )
+from tierstore.catalog.pages.file_size import FileSize
 from tierstore.catalog.pages.freed_units import FreedUnits
 from tierstore.catalog.pages.order import Order
 from tierstore.catalog.pages.pending import PendingRows
 from tierstore.catalog.pages.segments import Segments, by_segment
-from tierstore.catalog.pages.state import read_state, write_state
+from tierstore.catalog.pages.state import LastWrite, read_state, write_state
 from tierstore.catalog.rows import (
     EXTENT_DTYPE,
     RUN_DTYPE,
@@ -30,6 +30,8 @@ from tierstore.catalog.rows import (
     RowArray,
     SegmentRow,
     SegmentState,
+    StateRow,
+    wide_key,
 )
 from tierstore.errors import CatalogDamagedError
 from tierstore.geometry import SpaceGeometry
@@ -50,24 +52,32 @@ class Space:
         databases: Databases,
         geometry: SpaceGeometry,
         *,
-        size: CatalogSize,
+        size: FileSize,
         owner: int,
         active: int | None,
+        last: LastWrite | None = None,
     ) -> None:
+        """`last` has the rows that need not be read again."""
         self._txn = txn
         self._databases = databases
         self._geometry = geometry
         self.owner = owner
         self.active = active
         """The segment that this owner appends to; the caller keeps it between transactions."""
-        state = self.state = read_state(txn, databases)
+        stored = None if last is None else last.state
+        state = read_state(txn, databases) if stored is None else StateRow.unpack(stored)
+        self.state = state
+        self.owners = read_owners(txn, databases) if last is None else last.owners
         self.pending = PendingRows(txn, databases, state)
         self._units = FreedUnits(txn, databases, geometry.unit_pages)
-        self.budget = Budget.measure(txn, databases, geometry, state, size=size)
+        catalog_size = size.recount(txn, state, is_known=last is not None)
+        self.budget = Budget.measure(geometry, state, self.owners, size=catalog_size)
         self._stored_state = state.pack()
-        self.segments = Segments(txn, databases, state)
-        self._extents = Extents(txn, databases)
-        self.order = Order(txn, databases, state, self._extents)
+        self.segments = Segments(txn, databases, state, {} if last is None else last.segments)
+        self.clusters = CachedRows(txn, databases.clusters, wide_key, ClusterRow.unpack)
+        self.order = Order(txn, databases, state, self.clusters)
+        self.written_state: bytes | None = None
+        """The state row that `flush` has written; None: it is as it was."""
         self._freed: list[RowArray] = []
         self._shrunk: set[int] = set()
 
@@ -180,19 +190,10 @@ class Space:
         )
         self._free(runs)
 
-    def free_places(self, places: RowArray, emptied: Sequence[int]) -> None:
-        """Free records that are gone from the catalog, and the headers of `emptied` extents."""
-        header_pages = self._geometry.header_pages
-        runs = np.empty(len(places), RUN_DTYPE)
-        runs["segment"] = places["segment"]
-        runs["first_page"] = (
-            places["header_page"] + header_pages + places["index"] * places["stride_pages"]
-        )
-        runs["page_count"] = places["stride_pages"]
-        if emptied and header_pages:
-            headers = [(key >> 32, key & 0xFFFFFFFF, 1) for key in emptied]
-            runs = np.concatenate([runs, np.array(headers, RUN_DTYPE)])
-        self._free(runs)
+    def free_records(self, cluster: int, row: ClusterRow, bits: int, live_bits: int) -> None:
+        """Free the pages of records, with the headers of extents in which none lives any more."""
+        runs = row.page_runs(cluster, bits, live_bits, self._geometry.header_pages)
+        self._free(np.array(list(runs), RUN_DTYPE))
 
     def close_segment(self, segment: int) -> None:
         """Append no more to a segment. Its tail stays charged until `trim_segment`."""
@@ -255,9 +256,11 @@ class Space:
     def flush(self) -> None:
         """Write the changed rows into the transaction."""
         self.segments.flush()
-        self._extents.flush()
-        if self.state.pack() != self._stored_state:  # else an idle transaction would write pages
+        self.clusters.flush()
+        value = self.state.pack()
+        if value != self._stored_state:  # else an idle transaction would write pages
             write_state(self._txn, self._databases, self.state)
+            self.written_state = value
 
     def _usable(self, namespace: bytes) -> SegmentRow | None:
         """Return the active segment if it may take records of a namespace.

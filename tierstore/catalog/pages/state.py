@@ -1,12 +1,35 @@
-"""The state row of a catalog, read and written. There is one."""
+"""The state row of a catalog, read and written; there is one. And what outlives a transaction."""
 
-from tierstore.catalog.rows import Databases, StateRow
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tierstore.catalog.rows import Databases, OwnerRow, StateRow
 from tierstore.errors import CatalogDamagedError
 from tierstore.lmdb_env.library import Transaction
 
-__all__ = ["find_state", "read_state", "read_version", "write_state"]
+__all__ = ["LastWrite", "find_state", "read_state", "read_version", "write_state"]
 
 _KEY = b"state"
+
+
+@dataclass(frozen=True, slots=True)
+class LastWrite:
+    """Rows as the last write transaction of this process left them.
+
+    They need not be read again if nobody else has written since. Each call of the library gives
+    the interpreter away, and what is in memory does not.
+    """
+
+    number: int
+    """Of the transaction. The next one has the next number if no other came between."""
+    state: bytes
+    owners: Mapping[int, OwnerRow]
+    floors: Mapping[bytes, int]
+    segments: Mapping[int, bytes]
+
+    def is_last_before(self, txn: Transaction) -> bool:
+        """Return whether a write transaction finds the rows as this one left them."""
+        return int(txn.id()) == self.number + 1
 
 
 def write_state(txn: Transaction, databases: Databases, state: StateRow) -> None:

@@ -1,0 +1,1 @@
+"""Finds the clusters that may hold a key, without a row per record."""
