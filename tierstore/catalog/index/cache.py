@@ -15,8 +15,11 @@ from tierstore.lmdb_env.library import Database, Transaction
 
 __all__ = ["BYTES_MAX", "IndexBounds", "IndexCache", "IndexDatabases", "Written"]
 
-BYTES_MAX = 1 << 27
-"""Of shards in memory: all of a catalog of some eight million records."""
+BYTES_MAX = 1 << 28
+"""Of shards in memory, 16 bytes per record: all of a catalog of some sixteen million.
+
+Keys spread over all shards: with fewer in memory, each request would read the others again.
+"""
 
 
 @dataclass(frozen=True, slots=True)
