@@ -187,7 +187,7 @@ def test_a_damaged_payload_environment_is_a_counted_miss(tmp_path, chunks):
         assert chunks.found(store, FEW) == list(FEW)
 
 
-def test_a_cluster_row_of_a_wrong_length_hides_its_records_alone_until_the_next_opening(tmp_path, chunks):
+def test_a_cluster_row_of_a_wrong_length_hides_its_records_alone(tmp_path, chunks):
     config = config_of(tmp_path / "tier")
     parts = [FEW[:40], FEW[40:60], FEW[60:]]
     with chunks.open(config) as store:
