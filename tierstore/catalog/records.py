@@ -46,16 +46,36 @@ class Records:
         found: list[Spot | None] = []
         named: dict[bytes, Spot] = {}
         looked_at: set[int] = set()
-        for first in range(0, len(keys), _KEYS_AT_ONCE):
+        # A request is mostly recorded from its beginning, some clusters of it: one of its keys
+        # finds the cluster that names those which follow.
+        for key in passing(keys):
+            if key not in named and not self._look_at(self._index.hints(key), looked_at, named):
+                break
+            spot = named.get(key)
+            if spot is None:
+                break
+            found.append(spot)
+        for first in range(len(found), len(keys), _KEYS_AT_ONCE):
             part = keys[first : first + _KEYS_AT_ONCE]
             candidates = self._index.find(part)
             for key, clusters in zip(passing(part), candidates, strict=True):
-                for cluster in clusters:
-                    if cluster not in looked_at:
-                        looked_at.add(cluster)
-                        named.update(self._living(cluster))
+                self._look_at(clusters, looked_at, named)
                 found.append(named.get(key) if clusters else None)
         return found
+
+    def _look_at(
+        self, clusters: Iterable[int], looked_at: set[int], named: dict[bytes, Spot]
+    ) -> bool:
+        """Note the living records of clusters that were not looked at; return whether there are.
+
+        Of several records with one key, that of the first cluster counts: the youngest.
+        """
+        fresh = [cluster for cluster in clusters if cluster not in looked_at]
+        for cluster in fresh:
+            looked_at.add(cluster)
+            for key, spot in self._living(cluster).items():
+                named.setdefault(key, spot)
+        return bool(fresh)
 
     def add(self, cluster: int, keys: Sequence[bytes], since: int) -> set[bytes]:
         """Enter keys of a new cluster; return those that have a living record elsewhere.

@@ -1,6 +1,7 @@
 """The index as one transaction sees it: which clusters may hold a key."""
 
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -8,7 +9,7 @@ import numpy as np
 from tierstore.catalog.index.cache import IndexCache, IndexDatabases, Written
 from tierstore.catalog.index.entries import Flags, Indices, equal_rows, kept_rows
 from tierstore.catalog.index.hashes import Numbers
-from tierstore.catalog.index.head import HEAD_KEY, Head
+from tierstore.catalog.index.head import HEAD_KEY, START_SHIFT, Head
 from tierstore.catalog.index.log_row import LogRow, OpGroup, group_run, log_key, pack_log_row
 from tierstore.catalog.index.merging import Merge
 from tierstore.catalog.index.run import Run
@@ -68,6 +69,25 @@ class Index:
         found = self._search_shards(head, shards, hashes)
         found += self._search_log(head, tail, hashes, head.shards["merged"][shards])
         return _candidates(order, found)
+
+    def hints(self, key: bytes) -> list[int]:
+        """Return the clusters that `find` gives for one key, and maybe some that it does not.
+
+        About 5 us. Without numpy, which gives the interpreter away some twenty times in `find`.
+
+        Raises:
+            CatalogDamagedError: rows are damaged.
+        """
+        head, tail = self._read()
+        hash_ = int(self._cache.hashing([key])[0])
+        found: list[int] = []
+        for run in (*tail.runs, *self._own_runs(head)):
+            found += _clusters_of(hash_, run.hashes, run.clusters)
+        at = bisect_right(head.starts, hash_ >> START_SHIFT) - 1
+        for shard in self._cache.shards(self._txn, self._databases, head, [at]):
+            if shard is not None:
+                found += _clusters_of(hash_, shard.hashes, shard.clusters)
+        return found
 
     def added_since(self, log_number: int, keys: Sequence[bytes]) -> list[tuple[int, ...]] | None:
         """Return as `find` what was added after a log row and is not removed since.
@@ -188,6 +208,15 @@ class Index:
                 is_added = (stamps[is_wanted] & _ONE).astype(np.bool_)
                 found.append((queries[is_wanted], run.clusters[rows[is_wanted]], is_added))
         return found
+
+
+def _clusters_of(hash_: int, hashes: Numbers, clusters: Numbers) -> Iterator[int]:
+    """Iterate over the clusters of the entries with one hash; the entries are sorted."""
+    known = hashes.data
+    at = bisect_left(known, hash_)
+    while at < len(known) and known[at] == hash_:
+        yield int(clusters[at])
+        at += 1
 
 
 def _candidates(order: Indices, found: _Found) -> list[tuple[int, ...]]:
