@@ -5,14 +5,14 @@ from itertools import chain, islice, pairwise
 
 from tierstore.policy.small_tables import small_tables
 
-__all__ = ["PAGE_GHOSTS", "GhostIndex", "GhostPage", "GhostQueue"]
+__all__ = ["STRETCH_GHOSTS", "GhostIndex", "GhostQueue", "GhostStretch"]
 
-PAGE_GHOSTS = 2730
-_SPARE_PAGES = 8
+STRETCH_GHOSTS = 2730
+_SPARE_STRETCHES = 8
 _GHOST_COUNT = 1 << 16
 
 
-class GhostPage:
+class GhostStretch:
     """Ghosts that came one after the other, oldest first."""
 
     __slots__ = ("ghosts", "live_count", "queue", "start", "young")
@@ -28,13 +28,13 @@ class GhostPage:
 
 
 class GhostIndex:
-    """The pages of the ghosts of one queue or several; a ghost is in one of them."""
+    """The stretches of the ghosts of one queue or several; a ghost is in one of them."""
 
     __slots__ = ("tables",)
 
     def __init__(self, ghost_count: int) -> None:
         """Make room for about so many ghosts."""
-        self.tables: list[dict[int, GhostPage]] = small_tables(ghost_count)
+        self.tables: list[dict[int, GhostStretch]] = small_tables(ghost_count)
         """By the lowest byte of the ghost. Queues set and delete entries."""
 
     def holds_any(self, numbers: Sequence[int]) -> bool:
@@ -53,35 +53,35 @@ class GhostIndex:
     def queues(self, numbers: Sequence[int]) -> list["GhostQueue | None"]:
         """Return in which queue each number is a ghost, None if it is none."""
         tables = self.tables
-        pages = [tables[number & 255].get(number) for number in numbers]
-        return [None if page is None else page.queue for page in pages]
+        stretches = [tables[number & 255].get(number) for number in numbers]
+        return [None if stretch is None else stretch.queue for stretch in stretches]
 
     def remove(self, ghosts: Iterable[int]) -> None:
         """Remove those of the numbers that are ghosts, of whatever queue."""
         tables = self.tables
         for ghost in ghosts:
-            page = tables[ghost & 255].pop(ghost, None)
-            if page is not None:
-                page.live_count -= 1
-                page.queue.size -= 1
-                if page.young is not None:
-                    del page.young[ghost]
+            stretch = tables[ghost & 255].pop(ghost, None)
+            if stretch is not None:
+                stretch.live_count -= 1
+                stretch.queue.size -= 1
+                if stretch.young is not None:
+                    del stretch.young[ghost]
 
 
 class GhostQueue:
     """Distinct numbers, spread like hashes, oldest first. No lock; the caller keeps the rules.
 
-    Pages and an index, like the keys of a `KeyQueue`, in two thirds of the memory: a page to which
-    no ghost comes any more is a list. What has left is still in it, but the index does not name the
-    page for it.
+    Stretches and an index, like the keys of a `KeyQueue`, in two thirds of the memory: a stretch to
+    which no ghost comes any more is a list. What has left is still in it, but the index does not
+    name the stretch for it.
     """
 
-    __slots__ = ("_index", "_pages", "size")
+    __slots__ = ("_index", "_stretches", "size")
 
     def __init__(self, index: GhostIndex | None = None) -> None:
         """Put the ghosts into `index`, which other queues may share."""
         self._index = index or GhostIndex(_GHOST_COUNT)
-        self._pages = [GhostPage(self)]
+        self._stretches = [GhostStretch(self)]
         self.size = 0
         """How many ghosts there are. `GhostIndex.remove` counts, others only read."""
 
@@ -89,87 +89,87 @@ class GhostQueue:
         return self.size
 
     def __iter__(self) -> Iterator[int]:
-        return chain.from_iterable(map(self._ghosts, self._pages))
+        return chain.from_iterable(map(self._ghosts, self._stretches))
 
     def push(self, ghosts: Sequence[int]) -> None:
         """Append ghosts that are in no queue of the index, in order, as the youngest."""
         tables = self._index.tables
         start = 0
         while start < len(ghosts):
-            page = self._pages[-1]
-            if page.live_count >= PAGE_GHOSTS or page.young is None:
-                page = self._begin_page()
-            part = ghosts[start : start + PAGE_GHOSTS - page.live_count]
+            stretch = self._stretches[-1]
+            if stretch.live_count >= STRETCH_GHOSTS or stretch.young is None:
+                stretch = self._begin_stretch()
+            part = ghosts[start : start + STRETCH_GHOSTS - stretch.live_count]
             start += len(part)
-            young = page.young
+            young = stretch.young
             assert young is not None
             for ghost in part:
                 young[ghost] = None
-                tables[ghost & 255][ghost] = page
-            page.live_count += len(part)
+                tables[ghost & 255][ghost] = stretch
+            stretch.live_count += len(part)
             self.size += len(part)
 
     def peek(self, count: int) -> list[int]:
         """Return the `count` oldest ghosts, fewer if there are fewer."""
         self._drop_empty()
-        page = self._pages[0]
-        if page.young is None:
-            start = page.start
-            found = page.ghosts[start : start + count]
-            if len(found) == count and page.live_count == len(page.ghosts) - start:
+        stretch = self._stretches[0]
+        if stretch.young is None:
+            start = stretch.start
+            found = stretch.ghosts[start : start + count]
+            if len(found) == count and stretch.live_count == len(stretch.ghosts) - start:
                 return found
         return list(islice(self, count))
 
     def drop_oldest(self, count: int) -> None:
         """Remove the `count` oldest ghosts, or all if there are fewer."""
         self._drop_empty()
-        page = self._pages[0]
-        start, tables = page.start, self._index.tables
-        if page.young is None and count <= page.live_count == len(page.ghosts) - start:
-            for ghost in page.ghosts[start : start + count]:
+        stretch = self._stretches[0]
+        start, tables = stretch.start, self._index.tables
+        if stretch.young is None and count <= stretch.live_count == len(stretch.ghosts) - start:
+            for ghost in stretch.ghosts[start : start + count]:
                 del tables[ghost & 255][ghost]
-            page.start += count
-            page.live_count -= count
+            stretch.start += count
+            stretch.live_count -= count
             self.size -= count
             return
         self._index.remove(self.peek(count))
-        ghosts = page.ghosts
-        while start < len(ghosts) and tables[ghosts[start] & 255].get(ghosts[start]) is not page:
+        ghosts = stretch.ghosts
+        while start < len(ghosts) and tables[ghosts[start] & 255].get(ghosts[start]) is not stretch:
             start += 1
-        page.start = start
+        stretch.start = start
 
-    def _ghosts(self, page: GhostPage) -> Iterable[int]:
-        if page.young is not None:
-            return page.young
+    def _ghosts(self, stretch: GhostStretch) -> Iterable[int]:
+        if stretch.young is not None:
+            return stretch.young
         tables = self._index.tables
-        oldest = islice(page.ghosts, page.start, None)
-        return (ghost for ghost in oldest if tables[ghost & 255].get(ghost) is page)
+        oldest = islice(stretch.ghosts, stretch.start, None)
+        return (ghost for ghost in oldest if tables[ghost & 255].get(ghost) is stretch)
 
     def _drop_empty(self) -> None:
-        pages = self._pages
-        while not pages[0].live_count and len(pages) > 1:
-            del pages[0]
+        stretches = self._stretches
+        while not stretches[0].live_count and len(stretches) > 1:
+            del stretches[0]
 
-    def _begin_page(self) -> GhostPage:
-        youngest = self._pages[-1]
+    def _begin_stretch(self) -> GhostStretch:
+        youngest = self._stretches[-1]
         if youngest.young is not None:
             youngest.ghosts, youngest.young = list(youngest.young), None
-        pages = self._pages = [page for page in self._pages if page.live_count]
-        if len(pages) > 2 * self.size // PAGE_GHOSTS + _SPARE_PAGES:
+        stretches = self._stretches = [stretch for stretch in self._stretches if stretch.live_count]
+        if len(stretches) > 2 * self.size // STRETCH_GHOSTS + _SPARE_STRETCHES:
             self._merge()
-        page = GhostPage(self)
-        pages.append(page)
-        return page
+        stretch = GhostStretch(self)
+        stretches.append(stretch)
+        return stretch
 
     def _merge(self) -> None:
-        """Make one page of the two oldest neighbours that have room in one. O(PAGE_GHOSTS)."""
-        for position, (older, younger) in enumerate(pairwise(self._pages)):
-            if older.live_count + younger.live_count <= PAGE_GHOSTS:
-                merged = GhostPage(self)
+        """Join the two oldest neighbours that have room in one stretch. O(STRETCH_GHOSTS)."""
+        for position, (older, younger) in enumerate(pairwise(self._stretches)):
+            if older.live_count + younger.live_count <= STRETCH_GHOSTS:
+                merged = GhostStretch(self)
                 merged.young = None
                 merged.ghosts = [*self._ghosts(older), *self._ghosts(younger)]
                 merged.live_count = len(merged.ghosts)
                 for ghost in merged.ghosts:
                     self._index.tables[ghost & 255][ghost] = merged
-                self._pages[position : position + 2] = [merged]
+                self._stretches[position : position + 2] = [merged]
                 return

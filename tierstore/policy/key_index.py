@@ -1,4 +1,4 @@
-"""In which page of a queue each key lies."""
+"""In which stretch of a queue each key lies."""
 
 from collections.abc import Sequence
 from itertools import repeat
@@ -10,10 +10,10 @@ from tierstore.policy.small_tables import small_tables
 if TYPE_CHECKING:
     from tierstore.policy.key_queue import KeyQueue
 
-__all__ = ["KeyIndex", "Page"]
+__all__ = ["KeyIndex", "Stretch"]
 
 
-class Page(dict[OffloadKey, int]):
+class Stretch(dict[OffloadKey, int]):
     """Keys that came one after the other, oldest first, each with its number."""
 
     __slots__ = ("queue", "room")
@@ -26,27 +26,27 @@ class Page(dict[OffloadKey, int]):
 
 
 class KeyIndex:
-    """The pages of the keys of one queue or several; a key is in one of them.
+    """The stretches of the keys of one queue or several; a key is in one of them.
 
-    Keys that came together lie in one page, so most calls look up the first key here and all others
-    there. Only keys in none are looked up one by one.
+    Keys that came together lie in one stretch, so most calls look up the first key here and all
+    others there. Only keys in none are looked up one by one.
     """
 
     __slots__ = ("tables",)
 
     def __init__(self, key_count: int) -> None:
         """Make room for about so many keys."""
-        self.tables: list[dict[OffloadKey, Page]] = small_tables(key_count)
+        self.tables: list[dict[OffloadKey, Stretch]] = small_tables(key_count)
         """By the last byte of the key. Queues set and delete entries."""
 
     def locate(self, keys: Sequence[OffloadKey]) -> list[int | None]:
-        """Return the number of each key, None for those in no page."""
+        """Return the number of each key, None for those in no stretch."""
         if not keys:
             return []
         tables = self.tables
-        page = tables[keys[0][-1]].get(keys[0])
-        if page is not None:
-            numbers = list(map(page.get, keys))
+        stretch = tables[keys[0][-1]].get(keys[0])
+        if stretch is not None:
+            numbers = list(map(stretch.get, keys))
             if None not in numbers:
                 return numbers
         elif len(keys) == 1 or not self.holds_any(keys):
@@ -56,13 +56,13 @@ class KeyIndex:
         for position, number in enumerate(numbers):
             if number is None:
                 key = keys[position]
-                page = tables[key[-1]].get(key)
-                if page is not None:
-                    numbers[position] = page[key]
+                stretch = tables[key[-1]].get(key)
+                if stretch is not None:
+                    numbers[position] = stretch[key]
         return numbers
 
     def holds_any(self, keys: Sequence[OffloadKey]) -> bool:
-        """Return whether any of the keys is in a page."""
+        """Return whether any of the keys is in a stretch."""
         tables = self.tables
         for key in keys:  # noqa: SIM110 - a generator takes twice the time
             if key in tables[key[-1]]:
@@ -70,13 +70,13 @@ class KeyIndex:
         return False
 
     def holds_all(self, keys: Sequence[OffloadKey]) -> bool:
-        """Return whether all of the keys are in pages."""
+        """Return whether all of the keys are in stretches."""
         tables = self.tables
         if keys:
-            page = tables[keys[0][-1]].get(keys[0])
-            if page is None:
+            stretch = tables[keys[0][-1]].get(keys[0])
+            if stretch is None:
                 return False
-            if all(map(page.__contains__, keys)):
+            if all(map(stretch.__contains__, keys)):
                 return True
         for key in keys:  # noqa: SIM110 - as above
             if key not in tables[key[-1]]:
@@ -84,27 +84,27 @@ class KeyIndex:
         return True
 
     def take(self, keys: Sequence[OffloadKey]) -> list[int | None]:
-        """Take keys out of their pages, and leave their entries here to the caller.
+        """Take keys out of their stretches, and leave their entries here to the caller.
 
-        Return their numbers; None for a key in no page, and for a key's places after its first.
+        Return their numbers; None for a key in no stretch, and for a key's places after its first.
         """
         if not keys:
             return []
         tables = self.tables
-        page = tables[keys[0][-1]].get(keys[0])
+        stretch = tables[keys[0][-1]].get(keys[0])
         numbers: list[int | None]
-        if page is None:
+        if stretch is None:
             numbers = [None] * len(keys)
         else:
-            before = len(page)
-            numbers = list(map(page.pop, keys, repeat(None)))
-            page.queue.size -= before - len(page)
+            before = len(stretch)
+            numbers = list(map(stretch.pop, keys, repeat(None)))
+            stretch.queue.size -= before - len(stretch)
         if None in numbers:
             for position, number in enumerate(numbers):
                 if number is None:
                     key = keys[position]
-                    page = tables[key[-1]].get(key)
-                    if page is not None and key in page:
-                        numbers[position] = page.pop(key)
-                        page.queue.size -= 1
+                    stretch = tables[key[-1]].get(key)
+                    if stretch is not None and key in stretch:
+                        numbers[position] = stretch.pop(key)
+                        stretch.queue.size -= 1
         return numbers

@@ -1,17 +1,17 @@
-"""Keys with a number each, oldest first, in pages."""
+"""Keys with a number each, oldest first, in stretches."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain, filterfalse, islice, pairwise
 from typing import cast
 
 from tierstore.key import OffloadKey
-from tierstore.policy.key_index import KeyIndex, Page
+from tierstore.policy.key_index import KeyIndex, Stretch
 
-__all__ = ["PAGE_KEYS", "KeyQueue"]
+__all__ = ["STRETCH_KEYS", "KeyQueue"]
 
-PAGE_KEYS = 2730
+STRETCH_KEYS = 2730
 """What fits in a `dict` of 4,096 places."""
-_SPARE_PAGES = 8
+_SPARE_STRETCHES = 8
 _KEY_COUNT = 1 << 16
 
 
@@ -19,27 +19,27 @@ class KeyQueue:
     """Keys in order of their last use. No lock; the caller keeps the preconditions.
 
     A `dict` keeps the order of insertion in half the memory of an `OrderedDict` or less. But one of
-    all keys would be rebuilt as a whole now and then, so the queue is a row of pages. Keys that
-    come or are used go to the end of the youngest page; when that is full, another begins. Keys
-    that leave make holes, and neighbours with many holes become one page.
+    all keys would be rebuilt as a whole now and then, so the queue is a row of stretches. Keys that
+    come or are used go to the end of the youngest stretch; when that is full, another begins. Keys
+    that leave make holes, and neighbours with many holes become one stretch.
 
-        pages    |. . . d . f|  |g h . i . j|  |k l . m
-        cold      a b c d e f                              the oldest page when it was looked at
+        stretches    |. . . d . f|  |g h . i . j|  |k l . m
+        cold      a b c d e f                              the oldest stretch when it was looked at
                         `_cold_start`
 
     Looking at the oldest key of a `dict` scans the holes before it, hence `_cold`. No key comes to
-    the page of `_cold`, so what left it is not in it again.
+    the stretch of `_cold`, so what left it is not in it again.
     """
 
-    __slots__ = ("_cold", "_cold_page", "_cold_start", "_index", "_pages", "size")
+    __slots__ = ("_cold", "_cold_start", "_cold_stretch", "_index", "_stretches", "size")
 
     def __init__(self, index: KeyIndex | None = None) -> None:
         """Put the keys into `index`, which other queues may share."""
         self._index = index or KeyIndex(_KEY_COUNT)
-        self._pages = [Page(self, PAGE_KEYS)]
+        self._stretches = [Stretch(self, STRETCH_KEYS)]
         self.size = 0
         """How many keys there are. `KeyIndex.take` counts, others only read."""
-        self._cold_page: Page | None = None
+        self._cold_stretch: Stretch | None = None
         self._cold: list[OffloadKey] = []
         self._cold_start = 0
 
@@ -47,29 +47,29 @@ class KeyQueue:
         return self.size
 
     def __contains__(self, key: OffloadKey) -> bool:
-        page = self._index.tables[key[-1]].get(key)
-        return page is not None and page.queue is self
+        stretch = self._index.tables[key[-1]].get(key)
+        return stretch is not None and stretch.queue is self
 
     def __iter__(self) -> Iterator[OffloadKey]:
-        return chain.from_iterable(self._pages)
+        return chain.from_iterable(self._stretches)
 
     def push(self, keys: Sequence[OffloadKey], numbers: Iterable[int]) -> None:
         """Append keys that are in no queue of the index, in order, as the youngest."""
-        page = self._pages[-1]
-        if len(keys) <= page.room and page is not self._cold_page:
-            page.update(zip(keys, numbers, strict=True))
-            self._note(keys, page)
+        stretch = self._stretches[-1]
+        if len(keys) <= stretch.room and stretch is not self._cold_stretch:
+            stretch.update(zip(keys, numbers, strict=True))
+            self._note(keys, stretch)
             return
         coming = iter(numbers)
         start = 0
         while start < len(keys):
-            page = self._pages[-1]
-            if not page.room or page is self._cold_page:
-                page = self._begin_page()
-            part = keys[start : start + page.room]
+            stretch = self._stretches[-1]
+            if not stretch.room or stretch is self._cold_stretch:
+                stretch = self._begin_stretch()
+            part = keys[start : start + stretch.room]
             start += len(part)
-            page.update(zip(part, coming))  # noqa: B905 - the rest is for the next page
-            self._note(part, page)
+            stretch.update(zip(part, coming))  # noqa: B905 - the rest is for the next stretch
+            self._note(part, stretch)
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Make keys of the index the youngest of this queue, in order; their last places count."""
@@ -101,55 +101,55 @@ class KeyQueue:
         """
         if count <= 0:
             return []
-        page = self._coldest_page()
+        stretch = self._coldest_stretch()
         cold, start = self._cold, self._cold_start
         found = cold[start : start + count]
-        if len(page) < len(cold) - start:
-            while start < len(cold) and cold[start] not in page:
+        if len(stretch) < len(cold) - start:
+            while start < len(cold) and cold[start] not in stretch:
                 start += 1
             self._cold_start = start
-            found = list(filter(page.__contains__, cold[start : start + 2 * count]))[:count]
+            found = list(filter(stretch.__contains__, cold[start : start + 2 * count]))[:count]
         if len(found) == count and not (skip and any(map(skip.__contains__, found))):
             return found
         return list(islice(filterfalse(skip.__contains__, self), count))
 
-    def _coldest_page(self) -> Page:
-        """Return the oldest page that has keys, with its keys in `_cold`."""
-        pages = self._pages
-        while not pages[0] and len(pages) > 1:
-            del pages[0]
-        page = pages[0]
-        if page is not self._cold_page or self._cold_start >= len(self._cold):
-            self._cold_page, self._cold, self._cold_start = page, list(page), 0
-        return page
+    def _coldest_stretch(self) -> Stretch:
+        """Return the oldest stretch that has keys, with its keys in `_cold`."""
+        stretches = self._stretches
+        while not stretches[0] and len(stretches) > 1:
+            del stretches[0]
+        stretch = stretches[0]
+        if stretch is not self._cold_stretch or self._cold_start >= len(self._cold):
+            self._cold_stretch, self._cold, self._cold_start = stretch, list(stretch), 0
+        return stretch
 
-    def _note(self, keys: Sequence[OffloadKey], page: Page) -> None:
+    def _note(self, keys: Sequence[OffloadKey], stretch: Stretch) -> None:
         tables = self._index.tables
         for key in keys:
-            tables[key[-1]][key] = page
-        page.room -= len(keys)
+            tables[key[-1]][key] = stretch
+        stretch.room -= len(keys)
         self.size += len(keys)
 
-    def _begin_page(self) -> Page:
-        pages = self._pages = [page for page in self._pages if page]
-        if len(pages) > 2 * self.size // PAGE_KEYS + _SPARE_PAGES:
+    def _begin_stretch(self) -> Stretch:
+        stretches = self._stretches = [stretch for stretch in self._stretches if stretch]
+        if len(stretches) > 2 * self.size // STRETCH_KEYS + _SPARE_STRETCHES:
             self._merge()
-        page = Page(self, PAGE_KEYS)
-        pages.append(page)
-        return page
+        stretch = Stretch(self, STRETCH_KEYS)
+        stretches.append(stretch)
+        return stretch
 
     def _merge(self) -> None:
-        """Make one page of the two oldest neighbours that have room in one. O(PAGE_KEYS)."""
-        for position, (older, younger) in enumerate(pairwise(self._pages)):
-            if len(older) + len(younger) <= PAGE_KEYS:
-                if older is self._cold_page:
-                    self._cold_page = None  # a key that left it may be in the other
+        """Make one stretch of the two oldest neighbours that have room in one. O(STRETCH_KEYS)."""
+        for position, (older, younger) in enumerate(pairwise(self._stretches)):
+            if len(older) + len(younger) <= STRETCH_KEYS:
+                if older is self._cold_stretch:
+                    self._cold_stretch = None  # a key that left it may be in the other
                 # A new table: the holes of the older one would count when it grows.
-                merged = Page(self, PAGE_KEYS - len(older) - len(younger))
+                merged = Stretch(self, STRETCH_KEYS - len(older) - len(younger))
                 merged.update(older)
                 merged.update(younger)
                 tables = self._index.tables
                 for key in merged:
                     tables[key[-1]][key] = merged
-                self._pages[position : position + 2] = [merged]
+                self._stretches[position : position + 2] = [merged]
                 return
