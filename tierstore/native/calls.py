@@ -125,6 +125,9 @@ class ExtentCalls:
         self.plan_writes = _declared(planning.tierstore_plan_writes, ctypes.c_uint64)
         self.plan_reads = _declared(planning.tierstore_plan_reads, ctypes.c_int64)
         pointer, count = ctypes.c_void_p, ctypes.c_uint64
+        self.has_match = planning.tierstore_has_match
+        """Whether any of some searches (`search_t`; address and count) has a match."""
+        self.has_match.restype, self.has_match.argtypes = ctypes.c_int32, (pointer, count)
         known = (count, pointer, count)
         self.write = _declared(moving.tierstore_write, ctypes.c_int32, *known, count)
         self.read = _declared(moving.tierstore_read, ctypes.c_int64, *known)

@@ -366,3 +366,35 @@ int64_t tierstore_read(const batch_t *batch, run_t *runs, uint64_t run_count,
     }
     return done_count;
 }
+
+/* Sorted numbers, and sorted queries that may be among them. */
+typedef struct {
+    const uint64_t *numbers;
+    uint64_t number_count;
+    const uint64_t *queries;
+    uint64_t query_count;
+} search_t;
+
+_Static_assert(sizeof(search_t) == 32, "a search");
+
+/* Return whether any query is among its numbers. */
+int32_t tierstore_has_match(const search_t *searches, uint64_t search_count) {
+    for (const search_t *search = searches; search < searches + search_count; search++) {
+        const uint64_t *low = search->numbers, *end = low + search->number_count;
+        const uint64_t *query = search->queries, *queries_end = query + search->query_count;
+        for (; query < queries_end && low < end; query++) {
+            uint64_t left = (uint64_t)(end - low);
+            while (left > 0) {
+                uint64_t half = left / 2;
+                if (low[half] < *query) {
+                    low += half + 1;
+                    left -= half + 1;
+                } else {
+                    left = half;
+                }
+            }
+            if (low < end && *low == *query) return 1;
+        }
+    }
+    return 0;
+}

@@ -10,7 +10,9 @@ from tierstore.catalog.index.cache import IndexBounds, IndexCache
 from tierstore.catalog.index.check import check_index
 from tierstore.catalog.index.hashes import hash_keys
 from tierstore.catalog.index.index import Index
+from tierstore.catalog.index.searching import Quick
 from tierstore.lmdb_env.env import LmdbEnv
+from tierstore.native.library import Loaded
 
 SMALL = IndexBounds(
     shard_entries_max=16, log_share=4, log_ops_min=24, log_ops_max=96, row_ops_min=3
@@ -42,6 +44,9 @@ class CountedCalls:
         return call
 
 
+WITHOUT_LIBRARY = Quick(lambda: Loaded(None, "not wanted"))
+
+
 class IndexLab:
     def __init__(self, path, *, bounds=SMALL, hashing=hash_keys, cache_count=1):
         self.env = LmdbEnv.open(path, map_bytes=1 << 30)
@@ -49,7 +54,11 @@ class IndexLab:
         self.log = self.env.database(b"log")
         self.bounds = bounds
         self.hashing = hashing
-        self.caches = [self.new_cache() for _ in range(cache_count)]
+        # Every second one searches without the native library.
+        self.caches = [
+            self.new_cache(quick=WITHOUT_LIBRARY if number % 2 else None)
+            for number in range(cache_count)
+        ]
         self.living = {}
         """The committed entries: key -> clusters, the youngest last."""
 

@@ -8,6 +8,7 @@ from typing import Protocol
 from tierstore.catalog.index.hashes import Numbers, hash_keys
 from tierstore.catalog.index.head import HEAD_KEY, Head
 from tierstore.catalog.index.log_row import LogRow, log_key, unpack_log_row
+from tierstore.catalog.index.searching import Quick
 from tierstore.catalog.index.shard import Shard, shard_key, unpack_shard
 from tierstore.catalog.index.tail import Tail
 from tierstore.errors import CatalogDamagedError
@@ -76,8 +77,10 @@ class IndexCache:
         *,
         bounds: IndexBounds | None = None,
         hashing: Callable[[Sequence[bytes]], Numbers] = hash_keys,
+        quick: Quick | None = None,
     ) -> None:
-        """`hashing` has to be the same in all processes, always."""
+        """`hashing` has to be the same in all processes, always. `quick` (None: by the library)."""
+        self.quick = quick or Quick()
         self.bounds = bounds or IndexBounds()
         self.hashing = hashing
         self._bytes_max = bytes_max

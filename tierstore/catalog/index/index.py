@@ -13,6 +13,8 @@ from tierstore.catalog.index.head import HEAD_KEY, START_SHIFT, Head
 from tierstore.catalog.index.log_row import LogRow, OpGroup, group_run, log_key, pack_log_row
 from tierstore.catalog.index.merging import Merge
 from tierstore.catalog.index.run import Run
+from tierstore.catalog.index.searching import address_of
+from tierstore.catalog.index.shard import Shard
 from tierstore.catalog.index.tail import Tail, append_run, merged_run
 from tierstore.lmdb_env.library import Transaction
 
@@ -180,6 +182,8 @@ class Index:
         cuts = (np.flatnonzero(shards[1:] != shards[:-1]) + 1).tolist()
         starts = [0, *cuts]
         present = self._cache.shards(self._txn, self._databases, head, shards[starts].tolist())
+        if self._is_in_no_shard(present, hashes, starts):
+            return []
         for shard, start, stop in zip(present, starts, [*cuts, len(hashes)], strict=True):
             if shard is None:
                 continue
@@ -194,12 +198,31 @@ class Index:
         found = np.flatnonzero(values == hashes)
         return [(found, clusters[found], np.ones(len(found), bool)), *several]
 
+    def _is_in_no_shard(
+        self, shards: Sequence[Shard | None], hashes: Numbers, starts: Sequence[int]
+    ) -> bool:
+        """Return whether it is certain that no part of `hashes` is in its shard."""
+        at = address_of(hashes)
+        searches = [
+            (shard.address, len(shard.hashes), at + 8 * start, stop - start)
+            for shard, start, stop in zip(shards, starts, [*starts[1:], len(hashes)], strict=True)
+            if shard is not None
+        ]
+        return self._cache.quick.finds_none(searches)
+
     def _search_log(self, head: Head, tail: Tail, hashes: Numbers, after: Numbers) -> _Found:
         """Return what happened to each of the sorted `hashes` after a row of its own."""
         own = self._own_runs(head)
         last = head.next_number if own else head.last_number
         found: _Found = []
-        for run in (*tail.runs, *own):
+        runs = (*tail.runs, *own)
+        queries_at = address_of(hashes)
+        searches = [
+            (address_of(run.hashes), len(run.hashes), queries_at, len(hashes)) for run in runs
+        ]
+        if self._cache.quick.finds_none(searches):
+            return found
+        for run in runs:
             queries, rows = equal_rows(run.hashes, hashes)
             if len(rows):
                 stamps = run.stamps[rows]

@@ -8,6 +8,7 @@ from xxhash import xxh3_64
 
 from tierstore.catalog.index.hashes import Numbers
 from tierstore.catalog.index.head import START_SHIFT, Head
+from tierstore.catalog.index.searching import address_of
 from tierstore.errors import CatalogDamagedError
 
 __all__ = ["Shard", "pack_shard", "shard_key", "unpack_shard"]
@@ -30,7 +31,11 @@ class Shard:
     is_unique: bool = field(init=False)
     """Whether no two entries have the same hash, as it nearly always is."""
 
+    address: int = field(init=False)
+    """Of the hashes."""
+
     def __post_init__(self) -> None:
+        self.address = address_of(self.hashes)
         self.is_unique = bool(np.all(self.hashes[1:] != self.hashes[:-1]))
 
     @property
