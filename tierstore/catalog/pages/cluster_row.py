@@ -78,6 +78,24 @@ class ClusterRow:
             end += length
         return keys
 
+    def index_of(self, key: bytes, guess: int = 0) -> int | None:
+        """Return the index of a key; fast if it is `guess`. None: the cluster does not name it."""
+        names, count = self.names, self.record_count
+        width = names[0]
+        at = count + guess * width
+        if names[at : at + width] == key and 0 <= guess < count and self._has_equal_names():
+            return guess
+        at = names.find(key, count)
+        if at < 0:
+            return None
+        if self._has_equal_names() and len(key) == width and (at - count) % width == 0:
+            return (at - count) // width
+        keys = self.keys()
+        return keys.index(key) if key in keys else None
+
+    def _has_equal_names(self) -> bool:
+        return self.names.startswith(self.names[:1] * self.record_count)
+
     def page_count(self, header_pages: int) -> int:
         """Return the pages that were given out to it."""
         extent_count = -(-self.record_count // self.extent_records)
@@ -167,7 +185,7 @@ class ClusterRow:
             or not 0 < extent_records <= EXTENT_RECORDS_MAX
             or not 0 < stride_pages <= _STRIDE_PAGES_MAX
             or not 0 < group_count <= record_count
-            or len(names) < record_count
+            or len(lengths) < record_count
             or 0 in lengths
             or len(names) != record_count + sum(lengths)
         ):
