@@ -1,4 +1,5 @@
 import gc
+import itertools
 import os
 import resource
 import shutil
@@ -99,9 +100,11 @@ def test_the_library_flushes_each_commit_of_a_durable_environment_alone(tmp_path
 def _open_with_descriptors(path: Path, count: int) -> BackendError | None:
     """Open and close an environment below a number of descriptors; return why it failed."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free_min = os.dup(0)
-    os.close(free_min)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free_min + count, before[1]))
+    # Some lie above free ones: other tests left them open.
+    used = {int(entry.name) for entry in Path("/proc/self/fd").iterdir()}
+    unused = (number for number in itertools.count() if number not in used)
+    end = next(itertools.islice(unused, count, None))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (end, before[1]))
     try:
         LmdbEnv.open(path, map_bytes=1 << 20).close()
     except BackendError as error:
